@@ -4,7 +4,8 @@ set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 venv=$here/.venv
-pins="" # what to ask pip for beside pyproject.toml
+pins=""   # what to ask pip for beside pyproject.toml
+extras="" # [test] installs what the tests need, too
 
 usage() {
     cat <<'TEXT'
@@ -43,7 +44,7 @@ stamp() {
 }
 
 installed() {
-    [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.installed" 2>/dev/null)" = "$(stamp)" ]
+    [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.installed$extras" 2>/dev/null)" = "$(stamp)" ]
 }
 
 find_python() {
@@ -78,19 +79,19 @@ install() {
     fi
     mkdir -p "$venv"
     touch "$venv/.installing"
-    rm -f "$venv/.installed"
+    rm -f "$venv"/.installed*
     if [ "$with" = uv ]; then
         [ -x "$venv/bin/python" ] || (cd "$here" && uv venv --quiet --allow-existing --python '>=3.11' "$venv")
-        uv pip install --quiet --python "$venv/bin/python" -e "$here[test]" $pins
+        uv pip install --quiet --python "$venv/bin/python" -e "$here$extras" $pins
     else
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-        "$venv/bin/python" -P -m pip install -qq --disable-pip-version-check -e "$here[test]" $pins
+        "$venv/bin/python" -P -m pip install -qq --disable-pip-version-check -e "$here$extras" $pins
     fi
     # Seen from the folder above, a clone named trainer is a package without files, which would hide the real one.
     for folder in "$venv"/lib/python3.*/site-packages; do
         printf '%s\n' "$here" >"$folder/trainer-clone.pth"
     done
-    stamp >"$venv/.installed"
+    stamp | tee "$venv/.installed$extras" >"$venv/.installed"
     rm "$venv/.installing"
     echo "launch.sh: installed" >&2
 }
@@ -117,7 +118,7 @@ versions() {
     for which in "$@"; do
         case $which in
             lowest) pins="$(least torch) $(least torchvision)" ;;
-            newest) pins="--upgrade torch torchvision" && rm -f "$here/.venv-newest/.installed" ;; # since then newer
+            newest) pins="--upgrade torch torchvision" && rm -f "$here"/.venv-newest/.installed* ;; # since then newer
             *)
                 echo "launch.sh: --versions=$which: lowest and newest are known" >&2
                 exit 2
@@ -148,6 +149,8 @@ case ${1:-help} in
         exit 0
         ;;
 esac
+
+if [ "$1" = test ]; then extras="[test]"; fi
 
 case $1-${2:-} in
     test---versions)

@@ -10,7 +10,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from trainer.processes import early
 
-if __name__ == "__main__":
+if __name__ == "__main__" or early.is_installed_command():
     early.install_handlers()  # before all other imports
 
 import logging
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.processes.terminal import as_typed, outlive_terminal, plain
+from trainer.processes.terminal import as_typed, name_installed_command, outlive_terminal, plain
 
 try:
     from trainer import recipe
@@ -50,6 +50,8 @@ def main() -> None:
     """Run the command that the words name, and leave with its exit code."""
     open_streams()
     outlive_terminal()
+    if early.is_installed_command():
+        name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
     if _launched() or interrupts.stuck.is_set():

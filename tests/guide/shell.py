@@ -102,6 +102,8 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
         words = ["python", *words[at:]]
     if words[:3] == ["python", "-m", "trainer"]:
         return words[3:], variables
+    if words[0] == "trainer":
+        return words[1:], variables
     if words[0] == "./launch.sh" and words[1:2] not in (["test"], ["tensorboard"]):
         return words[1:], variables
     return None

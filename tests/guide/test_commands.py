@@ -295,7 +295,8 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
             ok("recipe=digits", "mode=single", "epochs=1", f"output={folder / 'runs' / run}")
     programs = folder / "bin"
     programs.mkdir()
-    for program, command in {"python": "", "torchrun": " -m torch.distributed.run", "launch.sh": " -m trainer"}.items():
+    modules = {"launch.sh": "trainer", "trainer": "trainer", "torchrun": "torch.distributed.run"}
+    for program, command in {"python": "", **{key: f" -m {module}" for key, module in modules.items()}}.items():
         home = folder if program == "launch.sh" else programs
         said = "export TRAINER_COMMAND=./launch.sh; " if program == "launch.sh" else ""
         (home / program).write_text(f'#!/bin/bash\n{said}exec {shlex.quote(sys.executable)}{command} "$@"\n')

@@ -92,14 +92,23 @@ def test_first_use_installs_and_later_ones_start_at_once(checkout: Checkout) -> 
     code, output, errors = checkout.run("recipe=digits", "data.root=a b")
     assert (code, output) == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits data.root=a b\n")
     assert errors.count("\n") == 2
-    assert f"-e {checkout.home}[test]" in checkout.log.read_text()
+    assert f"-e {checkout.home}\n" in checkout.log.read_text()
     assert checkout.run("recipe=digits") == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits\n", "")
     assert checkout.installs() == 1
     assert checkout.run("recipe=digits", CODE="143")[0] == 143
 
 
-def test_commands(checkout: Checkout) -> None:
+def test_what_tests_need_is_installed_with_the_first_test(checkout: Checkout) -> None:
     checkout.run("recipes")
+    (checkout.home / ".venv" / "kept").touch()
+    for _ in range(2):
+        assert checkout.run("test")[0] == checkout.run("recipes")[0] == 0
+    assert checkout.installs() == 2 and (checkout.home / ".venv" / "kept").exists()
+    assert checkout.log.read_text().endswith(f"-e {checkout.home}[test]\n")
+
+
+def test_commands(checkout: Checkout) -> None:
+    checkout.run("test")
     here, home = checkout.home.parent, checkout.home
     for words, expected in (
         (("test", "--all", "-k", "x"), f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x"),

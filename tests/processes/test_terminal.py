@@ -1,9 +1,12 @@
 """What a user of launch.sh is told to type is what works there."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
+from tests.command_line import PROJECT
 from trainer.processes import terminal
 
 TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists runs"
@@ -22,3 +25,28 @@ def test_commands_of_launch_sh(pip, install, monkeypatch):
 def test_elsewhere_they_stay(monkeypatch):
     monkeypatch.delenv("TRAINER_COMMAND", raising=False)
     assert terminal.as_typed(TOLD) == TOLD
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_what_pip_installed_is_started_by_its_name(on_path, monkeypatch, tmp_path):
+    folder = tmp_path / "a venv"
+    folder.mkdir()
+    for name in ("trainer", "python"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr(os, "environ", {"PATH": str(folder) if on_path else "/nowhere"})
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    terminal.name_installed_command(str(folder / "trainer"))
+    lines = terminal.as_typed("python -m trainer runs | python -m tensorboard.main --logdir runs").split(" | ")
+    home = "" if on_path else f"'{folder}/"
+    end = "" if on_path else "'"
+    assert lines == [f"{home}trainer{end} runs", f"{home}python{end} -m tensorboard.main --logdir runs"]
+
+
+def test_the_script_that_pip_makes_says_how_to_type_it(tmp_path):
+    script = tmp_path / "trainer"
+    script.write_text(f"#!{sys.executable}\nfrom trainer.__main__ import main\nmain()\n")
+    script.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT), "HOME": str(tmp_path)}
+    done = subprocess.run(["trainer", "digits"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("type trainer recipe=digits\n"), done.stderr

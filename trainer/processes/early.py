@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 # What asks to save and go, beside SIGTERM: a terminal that closes, SLURM's --signal=USR1, submitit's SIGUSR2.
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def is_installed_command() -> bool:
+    """Whether pip's script `trainer` is this process's main module, which it is in none of its children."""
+    return sys.argv[0].endswith("/trainer") and getattr(sys.modules["__main__"], "__file__", "") == sys.argv[0]
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ def as_typed(text: str) -> str:
     """A plain text whose commands are those that work here.
 
     launch.sh brings a Python of its own, which a shell finds under no name: it is started by `./launch.sh`, and what is
-    installed goes into its environment.
+    installed goes into its environment. What pip installed is started by `trainer`.
     """
     text, command = plain(text), os.environ.get("TRAINER_COMMAND")
     if not command:
@@ -33,6 +34,14 @@ def as_typed(text: str) -> str:
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
     text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
     return text.replace("pip install", _install())
+
+
+def name_installed_command(started: str) -> None:
+    """Have texts tell to type `trainer`, or its path where a shell does not find it: `started` is what ran."""
+    command = "trainer" if shutil.which("trainer") == started else shlex.quote(started)
+    python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
+    os.environ.setdefault("TRAINER_COMMAND", command)
+    os.environ.setdefault("TRAINER_TENSORBOARD", f"{python} -m tensorboard.main")
 
 
 def _install() -> str:

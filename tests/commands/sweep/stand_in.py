@@ -52,7 +52,7 @@ class Child:
         if isinstance(fault, BaseException):
             raise fault
         if fault:
-            (self.path.parent / "logs" / f"{self.path.name}.log").write_text("trainer: error: it broke\n")
+            self.path.with_name(f"{self.path.name}.log").write_text("trainer: error: it broke\n")
             return self._end("failed", fault)
         if self.stopped:
             return self._end("preempted", 143)

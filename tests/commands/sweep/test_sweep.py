@@ -197,6 +197,20 @@ def test_another_sweep_has_another_folder_and_the_same_words_the_same(machine):
     assert len(machine.ran) == 3 + 3 + 2
 
 
+@pytest.mark.parametrize("word", ["data.root=elsewhere", "mode=local_sgd", "stop.patience=2", "seed=1"])
+def test_what_changes_a_result_is_another_sweep(machine, word):
+    swept(RATES, "output=out")
+    with pytest.raises(FolderInUseError, match=f"other {word.partition('=')[0]}"):
+        swept(RATES, word, "output=out")
+
+
+def test_where_trials_run_and_what_they_log_may_change(machine):
+    swept(RATES, "output=out")
+    machine.ran.clear()
+    swept(RATES, "threads=2", "logging.every_steps=1", "save.keep=3", "output=out")
+    assert not machine.ran
+
+
 def test_a_folder_of_another_sweep_is_refused_with_what_goes_on_there(machine):
     swept(RATES, "output=out")
     with pytest.raises(FolderInUseError, match="other epochs") as caught:
@@ -275,7 +289,7 @@ def test_killed_and_typed_again_it_goes_on(tmp_path):
     out, err = again.communicate(timeout=60)
     assert again.returncode == 143 and err.count("\n") == 1 and "the same words go on" in err, out + err
     for folder in folders:
-        assert "resuming at step" in (tmp_path / "out/logs" / f"{folder.name}.log").read_text()
+        assert "resuming at step" in folder.with_name(f"{folder.name}.log").read_text()
         assert result(folder)["status"] == "preempted"
 
 

@@ -30,6 +30,10 @@ from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
 FILE = "sweep.json"
+FREE = {  # keys and sections that a sweep may change when it goes on, for they change no trial's result
+    "devices", "threads", "timeout", "grace", "save", "logging", "predict", "output", "resume",
+    "data.workers", "data.download", "data.cache_dir",
+}  # fmt: skip
 
 
 def sweep(space: SearchSpace, output: str | None) -> int:
@@ -85,10 +89,12 @@ def _other(path: Path, space: SearchSpace) -> str | None:
 
 
 def _changed_settings(before: Any, space: SearchSpace) -> list[str]:
+    """Keys of the recipe that differ and may change a result; those of an older version have their defaults."""
     try:
-        return list(recipes.changed_keys(recipes.load(before), space.base))
-    except (RecipeError, AttributeError):
+        old, new = (recipes.flatten(recipe.to_dict()) for recipe in (recipes.load(before), space.base))
+    except RecipeError:
         return ["settings"]
+    return [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & FREE]
 
 
 def _command(space: SearchSpace, output: str | None) -> str:

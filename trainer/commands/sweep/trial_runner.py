@@ -144,7 +144,6 @@ class TrialRunner:
         words = merged([*self.words(run), *self.places.words(place)], {"logging.progress": "false"})
         command = [sys.executable, "-m", "trainer", *words, f"output={path}", "resume=auto"]
         with writing(self.folder, AGAIN):
-            self.log(run).parent.mkdir(parents=True, exist_ok=True)
             output = self.log(run).open("w", encoding="utf-8")
             output.write(shlex.join(command) + "\n")
             output.flush()
@@ -156,7 +155,8 @@ class TrialRunner:
         return _TrialProcess(run, place, path, child, stack)
 
     def log(self, run: TrialRun) -> Path:
-        return self.folder / "logs" / f"{self.path(run).name}.log"
+        """What the run printed, beside its folder."""
+        return self.folder / f"{self.path(run).name}.log"
 
     def _look(
         self, running: _TrialProcess, source: Source, told: Callable[[TrialRun, TrialOutcome, float | None], None]

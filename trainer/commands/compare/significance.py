@@ -44,7 +44,11 @@ class Difference:
 
 
 def differences(
-    speeds: Mapping[str, Runs], error: float = ERROR, margin: float = MARGIN, among: Sequence[tuple[str, str]] = ()
+    speeds: Mapping[str, Runs],
+    error: float = ERROR,
+    margin: float = MARGIN,
+    among: Sequence[tuple[str, str]] = (),
+    least: float = 0.0,
 ) -> list[Difference]:
     """Compare all pairs of entries, or those `among`, so that the chance of any false claim is at most `error`.
 
@@ -54,10 +58,15 @@ def differences(
     Sankhya A 25 (1963), p. 331), because another program may spoil a whole run; the clearer one counts, at twice its p.
     The step-down procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6
     (1979), p. 65, divides the error over the pairs, however they depend on each other.
+
+    Args:
+        least: standard deviation of the log-ratios at least, of figures so coarse that repeats may agree by chance.
     """
     tested = [(a, b, [*map(math.log, ratios(speeds[a], speeds[b]))]) for a, b in among or combinations(speeds, 2)]
     tested = [(a, b, logs) for a, b, logs in tested if logs]
-    clearest = [min(_estimates(logs), key=lambda estimate: estimate.p(math.log1p(margin))) for _, _, logs in tested]
+    clearest = [
+        min(_estimates(logs, least), key=lambda estimate: estimate.p(math.log1p(margin))) for _, _, logs in tested
+    ]
     chances = [estimate.p(math.log1p(margin)) for estimate in clearest]
     levels = dict(_holm(chances, error))
     pairs = []
@@ -118,15 +127,15 @@ class _Estimate:
         return math.exp(self.centre - reach), math.exp(self.centre + reach)
 
 
-def _estimates(logs: Sequence[float]) -> list[_Estimate]:
+def _estimates(logs: Sequence[float], least: float) -> list[_Estimate]:
     """Of all pairs, and where there are enough of those without the least and the greatest fifth."""
     count, cut = len(logs), len(logs) // 5
     mean, std = mean_and_std(logs)
-    estimates = [_Estimate(mean, std / math.sqrt(count), count - 1, 2 if cut else 1)]
+    estimates = [_Estimate(mean, max(std, least) / math.sqrt(count), count - 1, 2 if cut else 1)]
     if cut:
         kept = sorted(logs)[cut : count - cut]
         _, std = mean_and_std([*kept[:1] * cut, *kept, *kept[-1:] * cut])  # winsorised
-        error = std * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
+        error = max(std, least) * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
         estimates.append(_Estimate(math.fsum(kept) / len(kept), error, len(kept) - 1, 2))
     return estimates
 

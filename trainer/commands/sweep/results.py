@@ -108,7 +108,8 @@ def tabulate(
     rows = [_row(trial, outcomes.get(trial.number, {}), folders.get(trial.number, ()), repeats) for trial in trials]
     sign = -1 if metric.larger_is_better else 1
     rows.sort(key=lambda row: (ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial))
-    return _compared(rows, metric)
+    images = min((outcome.images for runs in outcomes.values() for outcome in runs.values()), default=0)
+    return _compared(rows, metric, images)
 
 
 def _row(trial: SweepTrial, outcomes: Mapping[int, TrialOutcome], folders: Sequence[str], repeats: int) -> TrialFigures:
@@ -133,8 +134,11 @@ def _row(trial: SweepTrial, outcomes: Mapping[int, TrialOutcome], folders: Seque
     )
 
 
-def _compared(rows: list[TrialFigures], metric: Metric) -> list[TrialFigures]:
+def _compared(rows: list[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
     """With what repeats say of the best row and each other one.
+
+    On few images several seeds often have the very same accuracy, as if there were no chance in it: so the standard
+    deviation of a run is taken to be one image at least.
 
     Which row is the best was chosen by the same figures. So the error is that of all pairs: each row may have been the
     best, and of a pair only one direction is claimed, hence 2 / rows of it for the pairs of one row.
@@ -146,7 +150,9 @@ def _compared(rows: list[TrialFigures], metric: Metric) -> list[TrialFigures]:
     scale = max(abs(value) for row in done.values() for value in row.runs.values()) or 1.0
     # `differences` compares logarithms; of a metric plain differences count.
     logs = {name: {seed: math.exp(value / scale) for seed, value in row.runs.items()} for name, row in done.items()}
-    pairs = differences(logs, ERROR * 2 / len(done), margin=0.0, among=[(best, other) for other in others])
+    least = math.sqrt(2) / images / scale if metric.name in readable.FRACTIONS and images else 0.0
+    among = [(best, other) for other in others]
+    pairs = differences(logs, ERROR * 2 / len(done), margin=0.0, among=among, least=least)
     verdicts = {int(pair.second): "worse" if pair.verdict else NO_DIFFERENCE for pair in pairs}
     return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
 

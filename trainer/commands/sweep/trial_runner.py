@@ -45,6 +45,7 @@ class TrialOutcome:
         value: of the metric in its best epoch; None where there is none.
         epochs: that were evaluated.
         seconds: of training, over all parts of the run.
+        images: that were held out.
         error, code: why it failed, and the exit code; None and 0 where it did not.
         early: whether it was ended early, as worse than others at that epoch.
     """
@@ -52,6 +53,7 @@ class TrialOutcome:
     value: float | None
     epochs: int
     seconds: float
+    images: int = 0
     error: str | None = None
     code: int = 0
     early: bool = False
@@ -204,11 +206,11 @@ class TrialRunner:
         return None
 
     def _of(self, result: dict[str, Any], error: str | None = None, code: int = 0, early: bool = False) -> TrialOutcome:
-        value = finite(result.get(f"best_{self.metric}"))
-        epochs, seconds = result.get("epochs"), finite(result.get("seconds"))
+        value, seconds = finite(result.get(f"best_{self.metric}")), finite(result.get("seconds"))
         if value is None and error is None and not early:
             error, code = f"no epoch was evaluated, so there is no {self.metric}: raise max_steps, or give data.root", 2
-        return TrialOutcome(value, epochs if isinstance(epochs, int) else 0, seconds or 0.0, error, code, early)
+        epochs, images = _count(result.get("epochs")), _count((result.get("data") or {}).get("val_samples"))
+        return TrialOutcome(value, epochs, seconds or 0.0, images, error, code, early)
 
     def _stop(self) -> None:
         """Have all runs save and leave; those that do not within their time are killed behind this."""
@@ -219,3 +221,7 @@ class TrialRunner:
         for running in self.running:
             with suppress(subprocess.TimeoutExpired):
                 running.child.wait(max(0.0, end - time.monotonic()))
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

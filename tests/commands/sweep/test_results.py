@@ -1,0 +1,45 @@
+"""What is said of trials, with the error under control: on numbers alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.commands.sweep.results import Metric, tabulate
+from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.sweep.trial_runner import TrialOutcome
+
+TOP1 = Metric("top1", True, "held-out images")
+
+
+def worse(values, images):
+    """How many trials are shown to be worse than the best; `values`: a row a trial, a column a seed."""
+    trials = [SweepTrial(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
+    outcomes = {
+        trial.number: {seed: TrialOutcome(float(value), 1, 1.0, images) for seed, value in enumerate(row)}
+        for trial, row in zip(trials, values, strict=True)
+    }
+    rows = tabulate(trials, outcomes, {}, len(values[0]), TOP1)
+    return sum(row.compared == "worse" for row in rows)
+
+
+@pytest.mark.parametrize(("trials", "seeds"), [(2, 3), (12, 3), (12, 5), (6, 2)])
+@pytest.mark.parametrize("images", [360, 10_000])
+def test_trials_that_are_alike_are_rarely_said_to_differ(trials, seeds, images):
+    """The best of them was chosen by the same figures; and on few images seeds agree by chance."""
+    numbers = np.random.default_rng(0)
+    sweeps = [numbers.binomial(images, 0.99, (trials, seeds)) / images for _ in range(150)]
+    assert sum(worse(values, images) > 0 for values in sweeps) <= 0.05 * len(sweeps) + 4
+
+
+def test_what_differs_much_is_shown():
+    numbers = np.random.default_rng(0)
+    for _ in range(20):
+        values = np.vstack(
+            [numbers.normal(0.95, 0.004, 5), numbers.normal(0.94, 0.004, 5), numbers.normal(0.6, 0.01, 5)]
+        )
+        assert 1 <= worse(values, 10_000) <= 2
+
+
+def test_the_same_figures_everywhere_show_nothing():
+    assert worse([[1.0] * 3, [1.0] * 3], 360) == 0 and worse([[0.0] * 3, [0.0] * 3], 360) == 0

@@ -1,17 +1,25 @@
 """Plain lines, what a folder holds after a resume, and the null twin."""
 
 import inspect
+import os
+import pty
+import re
 import shutil
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 
 import pytest
 
-from tests.command_line import steps
+from tests.command_line import BARE, environment, ok, steps
 from tests.telemetry.event_values import written
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
 from trainer.saving.files import without_nan
 from trainer.saving.run_folder import RunFolder
+from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
 
 
@@ -51,24 +59,90 @@ def test_the_null_tracker_answers_everything_a_tracker_does():
         assert list(ours.parameters) == list(theirs.parameters), name
 
 
-def test_plain_lines_and_files(tmp_path, capsys):
-    recipe = load("digits", f"output={tmp_path / 'run'}")
+def test_plain_lines_and_files(tmp_path, capsys, monkeypatch):
+    """Without a terminal a line a minute, with what is true then."""
+    recipe, now = load("digits", f"output={tmp_path / 'run'}"), [100.0]
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
     tracker = Tracker(recipe, RunFolder(recipe))
-    tracker.start(Position(0, 0, 0), 10, "top1")
+    tracker.start(Position(0, 0, 0), 1000, "top1")
     row = {"step": 5, "epoch": 1, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
     tracker.step(row)
-    tracker.progress(5, 1)
+    for step in range(1, 131):
+        now[0] += 1.0
+        tracker.progress(step, 1, 1 / step, 10.0 * step)
+    now[0] += 60.0
+    tracker.evaluating(3, 8, 4321.0)
     tracker.scalars({"train/loss": 0.25}, 5)
     tracker.result({"status": "running"})
-    tracker._spoke = 0.0
-    tracker.progress(6, 1)
     tracker.close()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 5/10, epoch 1/30, loss 0.2500, 1,234 images/s", "the first one waited for the start"
-    assert second.startswith("step 6/10, epoch 1/30") and second.endswith(" left")
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["epoch 1/30", "step 60/1000", "loss 0.0167", "600 images/s", "15:40 left"],
+        ["epoch 1/30", "step 120/1000", "loss 0.0083", "1,200 images/s", "14:40 left"],
+        ["epoch 1/30", "evaluating 3/8", "4,321 images/s"],
+    ]
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
     assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5"
+
+
+def test_a_row_of_many_metrics_fits(tmp_path, capsys):
+    recipe = load("digits", f"output={tmp_path / 'run'}")
+    tracker = Tracker(recipe, RunFolder(recipe))
+    cells = {"epoch": "1/2", **{f"metric {n}": "0.1234" for n in range(20)}, "images/s": "12", "seconds": "3.0"}
+    tracker.row(cells, best=True)
+    tracker.row(cells, best=False)
+    tracker.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= 80
+    assert lines[0].split()[0] == "epoch" and lines[0].endswith("images/s   seconds") and lines[1] == lines[2]
+
+
+RUN = ["recipe=digits", "model.name=mlp", "epochs=4", "logging.every_steps=1", *BARE]
+
+
+def on_terminal(folder, columns, *words, **variables):
+    """What a run writes to a terminal of so many columns."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (50, columns))
+    plain = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
+    command = [sys.executable, "-m", "trainer", *RUN, *words, f"output={folder}"]
+    child = subprocess.Popen(command, env={**plain, **variables}, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    written = b""
+    with suppress(OSError):  # its other end is closed
+        while chunk := os.read(master, 65536):
+            written += chunk
+    os.close(master)
+    assert child.wait() == 0, written
+    return written.decode()
+
+
+@pytest.mark.parametrize(("columns", "ranks"), [(80, ["mode=single"]), (60, ["mode=ddp", "nproc=2"])])
+def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks, tmp_path):
+    text = on_terminal(tmp_path / "run", columns, *ranks, TERM="xterm")
+    lines = text.replace("\r\n", "\n").split("\n")
+    states = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", state) for line in lines for state in line.split("\r")]
+    live = [state for state in states if state.startswith("epoch ") and "/4  " in state]
+    assert live and all(len(state) <= columns for state in live)
+    rows = [line.split("\r")[-1] for line in lines if re.search(r"\b[1-4]/4 {3}", line)]
+    assert len(rows) == 4
+    values = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
+    best = [value > max(values[:place], default=-1.0) for place, value in enumerate(values)]
+    assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+def test_a_terminal_that_cannot_or_a_user_who_will_not(variables, tmp_path):
+    text = on_terminal(tmp_path / "run", 80, "mode=single", **variables)
+    assert "\033[1m" not in text and "4/4" in text
+    assert ("\r" in text.replace("\r\n", "")) == (variables["TERM"] != "dumb")
+
+
+def test_in_a_file_no_line_is_rewritten(tmp_path):
+    done = ok(*RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}")
+    assert not {"\r", "\033"} & set(done.stdout + done.stderr)
+    assert done.stdout.count("train loss") == 1 and done.stdout.count("4/4") == 1, "one rank speaks"
 
 
 @pytest.mark.parametrize(

@@ -7,48 +7,76 @@ import pytest
 
 from tests.command_line import ok, result, steps
 from trainer.recipe import load
-from trainer.tasks.classification import Classification
+from trainer.tasks.classification import Classification, Multilabel
+from trainer.tasks.regression import Regression
+from trainer.telemetry.clocks import StepTimer
 from trainer.training import reporting
 from trainer.training.run import History
+
+TITLES = ["epoch", "train loss", "val loss", "top-1", "top-5", "images/s", "seconds"]
 
 
 def test_one_way_of_counting_everywhere(tmp_path):
     words = ["recipe=digits", "mode=single", "model.name=mlp", "epochs=3", "logging.every_steps=1"]
-    lines = ok(*words, f"output={tmp_path / 'run'}").stdout
-    assert [line.split()[1] for line in lines.splitlines() if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
+    lines = ok(*words, f"output={tmp_path / 'run'}").stdout.splitlines()
+    [head] = (place for place, line in enumerate(lines) if re.split(r"  +", line.strip()) == TITLES)
+    rows = [line.split() for line in lines[head + 1 : head + 4]]
+    assert [cells[0] for cells in rows] == ["1/3", "2/3", "3/3"]
+    assert {len(line) for line in lines[head : head + 4]} == {len(lines[head])}, "columns are aligned"
     assert [row["epoch"] for row in steps(tmp_path / "run")] == [n for n in "123" for _ in range(14)]
-    assert all(", epoch 1/3" in line for line in lines.splitlines() if line.startswith("step 1/"))
     found = result(tmp_path / "run")
-    shown = [line.partition("top-1 ")[2].split()[0] for line in lines.splitlines() if line.startswith("epoch ")]
-    assert shown[found["best_epoch"] - 1] == f"{found['best_top1']:.2%}"
+    assert rows[found["best_epoch"] - 1][3] == f"{found['best_top1']:.2%}"
+    assert rows[2][1:5] == [f"{found[key]:{form}}" for key, form in zip(
+        ("train_loss", "val_loss", "val_top1", "val_top5"), (".4f", ".4f", ".2%", ".2%"), strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "values", "titles"),
+    [
+        (Classification, 10, {"loss": 1.0, "top1": 0.5, "top5": 0.9}, TITLES[2:5]),
+        (Classification, 2, {"loss": 1.0, "top1": 0.5, "top5": 1.0}, TITLES[2:4]),
+        (Multilabel, 3, {"loss": 1.0, "f1": 0.5, "f1_macro": 0.5}, ["val loss", "F1", "F1 macro"]),
+        (Regression, 1, {"loss": 1.0, "mae": 0.5, "r2": 0.5}, ["val loss", "MAE", "R2"]),
+    ],
+)
+def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles):
+    recipe, timer = load("digits"), SimpleNamespace(lap=lambda: (2, 4.0))
+    history = History(losses=[2.0], validation={f"val_{name}": value for name, value in values.items()})
+    run = SimpleNamespace(history=history, recipe=recipe, timer=timer, loader=SimpleNamespace(samples_per_step=96))
+    run.task = kind(recipe, tuple(map(str, range(classes))), None)
+    row = reporting.epoch_row(run, 0, 5.0)
+    assert list(row) == ["epoch", "train loss", *titles, "images/s", "seconds"]
+    assert float(row["images/s"]) == 48
+
+
+def test_a_lap_holds_the_windows_since_the_last_one():
+    timer = StepTimer([SimpleNamespace(type="cpu")], warmup=0)
+    timer.windows += [(3, 1.5), (1, 0.5)]
+    assert timer.lap() == (4, 2.0) and timer.lap() == (0, 0)
+    timer.windows.append((2, 1.0))
+    assert timer.lap() == (2, 1.0)
+
+
+def told(tmp_path, pipeline=None, **changes):
+    """The last lines of a run, by title."""
+    recipe = load("digits", "logging.tensorboard=false")
+    history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, **changes)
+    run = SimpleNamespace(history=history, task=Classification(recipe, ("a", "b"), None), recipe=recipe)
+    run.tracker, run.speed_only = SimpleNamespace(path=tmp_path), False
+    parts = {"throughput": {"samples_per_sec": 4698.4, "std": 1329.0}, "short": False, "seconds": 5.0, "verdict": None}
+    parts |= {"pipeline": pipeline, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}}
+    return reporting.last_lines(run, parts)
 
 
 @pytest.mark.parametrize(
     ("best_epoch", "said"), [(1, "(best top-1 95.00% in epoch 2: best.safetensors)"), (2, ""), (1, "")]
 )
 def test_the_last_line_tells_the_best_epoch_where_it_was_better(best_epoch, said, tmp_path):
-    recipe = load("digits", "logging.tensorboard=false")
-    best = 0.95 if said else 0.9
-    history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, best=best, best_epoch=best_epoch)
-    told = SimpleNamespace(
-        history=history,
-        task=Classification(recipe, ("a", "b"), None),
-        recipe=recipe,
-        tracker=SimpleNamespace(path=tmp_path),
-        speed_only=False,
-    )
-    parts = {"throughput": None, "short": False, "seconds": 5.0, "pipeline": None, "verdict": None}
-    line = reporting.last_line(told, {**parts, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}})
-    assert line.startswith(f"done: top-1 90.00% {said}{' ' * bool(said)}on 360 held-out images")
+    line = told(tmp_path, best=0.95 if said else 0.9, best_epoch=best_epoch)["done"]
+    assert line.startswith(f"top-1 90.00% {said}{' ' * bool(said)}on 360 held-out images, 4,698 images/s, ")
 
 
-@pytest.mark.parametrize(("most", "said"), [(0.3, "; at most 30.0%"), (0.1, "; 12.0% pred")])
-def test_the_last_line_tells_the_most_that_a_bubble_may_be(most, said, tmp_path):
-    recipe = load("digits", "logging.tensorboard=false")
-    history = History(losses=[1.0], validation={"val_top1": 0.9})
-    told = SimpleNamespace(history=history, task=Classification(recipe, ("a", "b"), None), recipe=recipe)
-    told.tracker, told.speed_only = SimpleNamespace(path=tmp_path), False
-    parts = {"throughput": None, "short": False, "seconds": 5.0, "verdict": None}
-    parts["pipeline"] = {"bubble_measured": 0.1, "bubble_at_most": most, "bubble_predicted": 0.12}
-    line = reporting.last_line(told, {**parts, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}})
-    assert re.search(rf"  bubble   10\.0% .*{said}", line)
+def test_a_bubble_is_one_figure(tmp_path):
+    bubble = {"bubble_measured": 0.1, "bubble_at_most": 0.3, "bubble_predicted": 0.12}
+    assert re.findall(r"[\d.]+", told(tmp_path, bubble)["bubble"]) == ["10.0"]
+    assert "bubble" not in told(tmp_path)

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TextIO
 
+BOLD, DIM, RED, GREEN = "1", "2", "31", "1;32"  # of SGR: they can be read on light and on dark
 PATIENCE = 5.0  # seconds of silence until a wait is explained
 
 
@@ -48,6 +49,17 @@ def _install() -> str:
     """What installs into this Python's environment; one that uv made has no pip."""
     python = shlex.quote(sys.executable)
     return f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+
+
+def rewrites(stream: TextIO | None) -> bool:
+    """Whether a line of this stream can be replaced; a program may have closed its stream."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, style: str) -> str:
+    """For stdout, where that shows styles and NO_COLOR (no-color.org) is not set."""
+    shows = style and rewrites(sys.stdout) and not os.environ.get("NO_COLOR")
+    return f"\033[{style}m{text}\033[0m" if shows else text
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from trainer.recipe import Recipe
 from trainer.tasks.task import OnDevices, Reads, Task, register_task
 
 TOP = 5  # classes in a prediction
+FEW = 10  # of fewer classes, top-5 says little
 
 
 @register_task("classification")
@@ -73,6 +74,10 @@ class Classification(Task):
     def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
         loss, correct1, correct5 = (sums[name].item() / count for name in ("loss", "correct1", "correct5"))
         return {"loss": loss, "top1": correct1, "top5": correct5}
+
+    def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
+        few = len(self.names) < FEW
+        return super().shown({name: value for name, value in metrics.items() if not (few and name == "top5")})
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with their probabilities."""

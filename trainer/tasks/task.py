@@ -121,11 +121,14 @@ class Task:
             return True
         return value > best if self.larger_is_better else value < best
 
+    def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
+        """The metrics that make sense to people, by title, as text; `loss` comes first."""
+        known = {self.titles.get(name, name): (name, value) for name, value in metrics.items() if value is not None}
+        return {t: f"{value:.2%}" if name in self.fractions else figure(value) for t, (name, value) in known.items()}
+
     def text(self, metrics: Mapping[str, float | None]) -> str:
-        """The metrics in words, for people; `loss` comes first."""
-        known = {name: value for name, value in metrics.items() if value is not None}
-        figures = {name: f"{value:.2%}" if name in self.fractions else figure(value) for name, value in known.items()}
-        return "  ".join(f"{self.titles.get(name, name)} {text}" for name, text in figures.items())
+        """They in a line."""
+        return "  ".join(f"{title} {text}" for title, text in self.shown(metrics).items())
 
     @classmethod
     def headline(cls) -> str:

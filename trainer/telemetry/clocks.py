@@ -72,6 +72,7 @@ class StepTimer:
         self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
         self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
         self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
+        self._lap = 0  # windows before the latest `lap`
         # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         self.latest_update = 0.0  # mean of the last window in which it was looked at
@@ -152,6 +153,11 @@ class StepTimer:
             self.windows.append((len(durations), seconds))
         self.start()
         return len(durations), seconds, sum(waits)
+
+    def lap(self) -> tuple[int, float]:
+        """Steps and seconds measured since the last call."""
+        fresh, self._lap = self.windows[self._lap :], len(self.windows)
+        return sum(steps for steps, _ in fresh), sum(seconds for _, seconds in fresh)
 
     def _note_updates(self) -> None:
         if self.cuda:

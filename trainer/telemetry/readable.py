@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Container, Sequence
 from shutil import get_terminal_size
 
@@ -16,9 +17,19 @@ SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in en
 BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
 
 
-def columns() -> int:
-    """How wide a table may be: as the terminal, and WIDEST elsewhere."""
-    return min(WIDEST, get_terminal_size((WIDEST, 24)).columns)
+def columns(elsewhere: int = WIDEST) -> int:
+    """How wide a table may be: as the terminal, at most WIDEST; `elsewhere` without a terminal."""
+    return min(WIDEST, get_terminal_size((elsewhere, 24)).columns)
+
+
+def titled(title: str, text: str, lines: int | None = None) -> str:
+    """A text beside its title, in so many lines at most; a command or path stays in one piece, to be copied."""
+    if len(text.split()) == 1 or text.startswith("python -m "):
+        return f"  {title:<8} {text}"
+    return textwrap.fill(
+        text, columns(80), initial_indent=f"  {title:<8} ", subsequent_indent=" " * 11, max_lines=lines,
+        placeholder=" ...", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Watching a run: progress bar or plain lines, TensorBoard, steps.csv, result.json; and the null twin of all that.
+"""Watching a run: a live line or plain lines, TensorBoard, steps.csv, result.json; and the null twin of all that.
 
 Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which rank it is.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import BOLD, DIM, as_typed, rewrites, styled
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import write_atomically, writing
@@ -23,7 +23,10 @@ from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
-from trainer.telemetry.readable import duration
+from trainer.telemetry.readable import titled
+
+LIVE, LOGGED = 0.2, 60.0  # seconds between two states of the live line; between two lines where there is none
+NARROW, WIDE = 8, 80  # characters of a column, and of a row
 
 
 class NullTracker:
@@ -33,15 +36,17 @@ class NullTracker:
     path: Path | None = None
     shows = False  # whether there is a page to make pictures and texts for
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str, style: str = "") -> None: ...
+    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> None: ...
+    def row(self, cells: Mapping[str, str], best: bool) -> None: ...
     def settle(self, recipe: Recipe) -> None: ...
     def start(self, position: Position, total_steps: int, metric: str) -> None: ...
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
     def text(self, tag: str, text: str, step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
-    def progress(self, step: int, epoch: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
+    def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None: ...
+    def evaluating(self, done: int, total: int, speed: float) -> None: ...
     def result(self, result: Mapping[str, Any]) -> None: ...
     def remember(self, known: Mapping[str, Any]) -> None: ...
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
@@ -69,13 +74,28 @@ class Tracker(NullTracker):
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._loggers: Loggers | None = None
-        self._spoke = 0.0
-        self._news = ""  # the latest loss and speed
-        self._kind = bar_kind() if recipe.logging.progress else None
+        self._widths: dict[str, int] = {}  # of the columns, once their titles are printed
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-        text = as_typed(text)
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line, in one of the terminal's styles."""
+        self._print(styled(as_typed(text), style))
+
+    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> None:
+        """Print what is known beside its titles, each in so many lines at most."""
+        for title, text in facts.items():
+            self._print(titled(title, as_typed(text), lines))
+
+    def row(self, cells: Mapping[str, str], best: bool) -> None:
+        """Print an epoch's figures below their titles, which are printed once; the best epoch so far is bold."""
+        if not self._widths:
+            self._widths = {title: max(NARROW, len(title), len(cell)) for title, cell in cells.items()}
+            self._widths["epoch"] = max(map(len, ("epoch", cells["epoch"])))
+            while sum(self._widths.values()) + 2 * len(self._widths) > WIDE:
+                del self._widths[[*self._widths][-3]]  # the last metric
+            self.say("  ".join(title.rjust(width) for title, width in self._widths.items()), DIM)
+        self.say("  ".join(cells[title].rjust(width) for title, width in self._widths.items()), BOLD if best else "")
+
+    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
             return
@@ -88,7 +108,7 @@ class Tracker(NullTracker):
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
         """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
-        self._total = total_steps
+        self._total, self._epoch = total_steps, position.epoch + 1
         self._paced: tuple[int, float] | None = None
         with writing(self.path):
             self.folder.write_recipe(self.recipe)
@@ -96,11 +116,14 @@ class Tracker(NullTracker):
             if self.recipe.logging.tensorboard:
                 self._open_events(position, metric)
         self._loggers = Loggers(self.recipe, self.path, self.say)
-        if self._kind is not None:
-            self._bar = self._kind(
-                total=total_steps, initial=position.step, unit="step", dynamic_ncols=True, leave=False, mininterval=0.2,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+        self._spoke = time.perf_counter()
+        if self.recipe.logging.progress and (kind := bar_kind()) is not None:
+            starts = f"epoch {self._epoch}/{self.recipe.epochs}  starting"
+            self._bar = kind(
+                total=total_steps, initial=position.step, desc=starts, dynamic_ncols=True, leave=False,
+                bar_format="{desc} {bar}",
             )  # fmt: skip
+            self._bar.set_description_str(starts)  # without tqdm's colon
 
     def _open_events(self, position: Position, metric: str) -> None:
         self._metric = metric
@@ -135,34 +158,36 @@ class Tracker(NullTracker):
             self.folder.check()  # a suspended run may wake up in a folder that another run has taken
             with writing(self.path):
                 self._steps.add(row)
-        self._news = f", loss {row['train_loss']:.4f}"
-        self._news += f", {row['samples_per_sec']:,.0f} images/s" if row["samples_per_sec"] else ""
 
-    def progress(self, step: int, epoch: int) -> None:
-        """Training is at this step, in this epoch (from 1); called about once a second, or after every
-        step that takes longer."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"epoch {epoch}/{self.recipe.epochs}{self._news}", refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif self.recipe.logging.progress and time.perf_counter() - self._spoke > 5:
-            self._spoke = time.perf_counter()
-            left = self._left(step)
-            self.say(f"step {step}/{self._total}, epoch {epoch}/{self.recipe.epochs}{self._news}{left}")
-        elif self.recipe.logging.progress:
-            self._left(step)
+    def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None:
+        """Training is at this step, in this epoch (from 1), with the latest loss and images/s.
 
-    def _left(self, step: int) -> str:
-        """How long it still takes, by the steps after the first one reported, which waited for everything to start."""
-        now = time.perf_counter()
-        self._paced = self._paced or (step, now)
+        Called about once a second, or after every step that takes longer.
+        """
+        now, self._epoch = time.perf_counter(), epoch
+        self._paced = self._paced or (step, now)  # the first steps wait for everything to start
         first, begun = self._paced
-        return f", {duration((now - begun) / (step - first) * (self._total - step))} left" if step > first else ""
+        left = (now - begun) / (step - first) * (self._total - step) if step > first else None
+        rate = f"{speed:,.0f} images/s" if speed else ""
+        clock = f"{tqdm.format_interval(left)} left" if left is not None else ""
+        self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, clock, step=step)
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Evaluation is at batch `done` of `total`."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"evaluating {done}/{total}", refresh=False)
-            self._bar.update(0)
+    def evaluating(self, done: int, total: int, speed: float) -> None:
+        """Evaluation is at batch `done` of `total`, with so many images/s."""
+        self._state(f"evaluating {done}/{total}", f"{speed:,.0f} images/s")
+
+    def _state(self, *parts: str, step: int | None = None) -> None:
+        """The live line's new state; where there is none, a line now and then."""
+        now = time.perf_counter()
+        if not self.recipe.logging.progress or now - self._spoke < (LOGGED if self._bar is None else LIVE):
+            return
+        self._spoke = now
+        text = "  ".join(filter(None, (f"epoch {self._epoch}/{self.recipe.epochs}", *parts)))
+        if self._bar is None:
+            self.say(text)
+            return
+        self._bar.n = self._bar.n if step is None else step
+        self._bar.set_description_str(text)
 
     def result(self, result: Mapping[str, Any]) -> None:
         """Replace result.json."""
@@ -216,4 +241,4 @@ def bar_kind() -> Any:
 
         widgets = getattr(notebook, "IProgress", None) is not None  # ipywidgets is there
         return notebook.tqdm if widgets else tqdm
-    return tqdm if sys.stderr is not None and sys.stderr.isatty() else None
+    return tqdm if rewrites(sys.stderr) else None

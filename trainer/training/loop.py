@@ -13,6 +13,7 @@ from trainer.modes.pipeline import timeline
 from trainer.optim.optimization import learning_rate
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
+from trainer.processes.terminal import GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
@@ -66,8 +67,9 @@ def loop(run: Run) -> None:
     for epoch in range(run.position.epoch, run.recipe.epochs):
         if stopping.is_over(run):
             break
+        begun = time.perf_counter()
         train_epoch(run, epoch)
-        end_epoch(run, epoch)
+        end_epoch(run, epoch, begun)
 
 
 def train_epoch(run: Run, epoch: int) -> None:
@@ -114,16 +116,15 @@ def train_epoch(run: Run, epoch: int) -> None:
         if log or save or step >= sync.next:
             agreed = sync.after_step(log)
             agreed.check(run)
-            over = agreed.late
+            over, mean = agreed.late, agreed.loss / len(unlogged)
             with run.ledger.span("logging"):
                 if log:
                     history.epoch_loss += agreed.loss
                     history.epoch_steps += len(unlogged)
-                    mean = agreed.loss / len(unlogged)
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
                     over |= not reporting.report_step(run, mean, lr, agreed.window)
-                run.tracker.progress(step, epoch + 1)
+                run.tracker.progress(step, epoch + 1, mean, reporting.images_per_second(run, agreed.window))
             if agreed.stop is not None:
                 save_and_stop(run, agreed.stop)
             if over:
@@ -135,8 +136,8 @@ def train_epoch(run: Run, epoch: int) -> None:
                 snapshots.save(run)
 
 
-def end_epoch(run: Run, epoch: int) -> None:
-    """Evaluate, log, save."""
+def end_epoch(run: Run, epoch: int, begun: float) -> None:
+    """Evaluate, log, save. The epoch has `begun` at this time.perf_counter()."""
     history, tracker, step = run.history, run.tracker, run.position.step
     with run.ledger.span("averaging"):
         run.strategy.after_epoch(run.average.tensors() if run.average is not None else {})
@@ -154,10 +155,10 @@ def end_epoch(run: Run, epoch: int) -> None:
         return
     last = stopping.may_be_last(run, epoch)
     mistakes = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
-    begun = time.perf_counter()
+    trained = time.perf_counter()
     with run.ledger.span("evaluation"):
         history.validation = measure(run, mistakes, None if last else epoch + 1)
-    speed = history.validation["val_samples"] / (time.perf_counter() - begun)
+    speed = history.validation["val_samples"] / (time.perf_counter() - trained)
     note_skipped(run)
     if run.loader.measured_workers:
         tracker.remember({**run.strategy.known, WORKERS: run.loader.measured_workers})
@@ -166,7 +167,7 @@ def end_epoch(run: Run, epoch: int) -> None:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
     tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
-    tracker.say(reporting.epoch_line(run, epoch))
+    tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     run.position = Position(step, epoch + 1, 0)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
@@ -199,9 +200,10 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
 
     def boundary(done: int) -> None:
         run.interrupts.beat()
-        run.tracker.evaluating(done, total)
+        seconds = (time.perf_counter() - begun) / done
+        run.tracker.evaluating(done, total, len(run.datasets.val) / total / seconds)
         if sync.next <= done < total:
-            agreed = sync.exchange(done, (time.perf_counter() - begun) / done, first=done == 1)
+            agreed = sync.exchange(done, seconds, first=done == 1)
             if agreed.stop is not None:
                 raise agreed.stop()
 
@@ -244,7 +246,9 @@ def finish(run: Run) -> Result:
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
     presenting.end(run, shared, verdict)
-    run.tracker.say(reporting.last_line(run, shared))
+    (title, text), *rest = reporting.last_lines(run, shared).items()
+    run.tracker.say(f"{title}: {text}", GREEN)
+    run.tracker.facts(dict(rest))
     run.tracker.close()
     run.loader.close()
     run.strategy.close()

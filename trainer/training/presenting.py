@@ -161,12 +161,12 @@ def opening(run: Run, words: Sequence[str]) -> str:
 
 def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
     """Markdown, the upper half: how it went, where the time went, what to do next."""
-    first, *rest = reporting.last_line(run, result).splitlines()
-    by_title = {title: text.strip() for title, _, text in (line.strip().partition(" ") for line in rest)}
+    lines = reporting.last_lines(run, result)
+    title = next(iter(lines))
     kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
     return _markdown(
         {
-            f"# {first}": "\n\n".join(f"{what}: {by_title[what]}" for what in kept if what in by_title),
+            f"# {title}: {lines[title]}": "\n\n".join(f"{what}: {lines[what]}" for what in kept if what in lines),
             "## Where the time went": verdict.to_markdown() if verdict is not None else "",
             "## How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
         }

@@ -18,7 +18,7 @@ class Agreed:
     """What all ranks know at the same step.
 
     Attributes:
-        loss: summed over the ranks and over the steps since the last logged one; 0 where the step is not logged.
+        loss: summed over the ranks and over the steps since the last logged one; 0 within an evaluation.
         finite: whether all losses and gradients were.
         stop: the signal to stop at, if one came.
         late: whether a mere measurement of speed has used up its time.
@@ -58,10 +58,10 @@ class RankSync:
         self._window = (0, 0.0, 0.0)
 
     def after_step(self, log: bool) -> Agreed:
-        """Synchronise after a training step, with the losses since the last logged one where this one is logged."""
+        """Synchronise after a training step, with the losses since the last logged one."""
         run, step = self.run, self.run.position.step
         run.world.heartbeat()
-        loss = math.fsum(torch.stack(run.unlogged).tolist()) if log else 0.0
+        loss = math.fsum(torch.stack(run.unlogged).tolist())
         bad = run.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:

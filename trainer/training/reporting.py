@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import time
@@ -15,8 +14,9 @@ from torch import Tensor
 from trainer.devices import precision
 from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
+from trainer.tasks.task import figure
 from trainer.telemetry.flops import model_flops_utilisation
-from trainer.telemetry.readable import as_size
+from trainer.telemetry.readable import as_size, duration, number
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
@@ -152,52 +152,47 @@ def _mfu(run: Run, samples_per_sec: float) -> float | None:
     return model_flops_utilisation(samples_per_sec, run.model.forward_flops, run.model.peak_flops)
 
 
-def epoch_line(run: Run, epoch: int) -> str:
-    """One line an epoch."""
-    return (
-        f"epoch {epoch + 1}/{run.recipe.epochs}  train {run.task.text({'loss': run.history.losses[-1]})}  "
-        f"val {run.task.text(metrics_of(run.history.validation))}  {run.seconds():.0f} s"
-    )
+def epoch_row(run: Run, epoch: int, seconds: float) -> dict[str, str]:
+    """An epoch's figures by their titles. `seconds` are those of the epoch; images/s are without its evaluation."""
+    history, epochs = run.history, run.recipe.epochs
+    metrics = run.task.shown(metrics_of(history.validation))
+    steps, trained = run.timer.lap()
+    rate = steps * run.loader.samples_per_step / trained if trained else None
+    return {
+        "epoch": f"{epoch + 1:{len(str(epochs))}}/{epochs}",
+        "train loss": figure(history.losses[-1]),
+        **{"val loss" if title == "loss" else title: text for title, text in metrics.items()},
+        "images/s": number(rate),
+        "seconds": f"{seconds:,.1f}",
+    }
 
 
-def last_line(run: Run, result: Result) -> str:
-    """The result, and the command that shows it."""
+def last_lines(run: Run, result: Result) -> dict[str, str]:
+    """The result and the files that hold it, by title."""
     speed, folder = result["throughput"], run.tracker.path
-    rate = "too few steps to measure speed"
-    if speed:
-        digits = 0 if speed["samples_per_sec"] >= 100 else 1
-        rate = f"{speed['samples_per_sec']:,.{digits}f} images/s"
-        rate += f" (+- {speed['std']:,.{digits}f})" if speed["std"] is not None else ""
-    rate += (
-        ", measured over all steps after the first: fewer than logging.warmup_steps"
-        if result["short"] and speed
-        else ""
-    )
+    rate = f"{number(speed['samples_per_sec'])} images/s" if speed else "too few steps to measure speed"
+    if result["short"] and speed:
+        rate += ", measured over all steps after the first: fewer than logging.warmup_steps"
+    verdict = {"verdict": result["verdict"]["sentence"]} if result["verdict"] else {}
     if run.speed_only:
         memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.memory.items())
-        text = f"measured on synthetic images: {rate}; peak memory {memory}"
-        return text + _verdict_line(result) + f"\n  result   {folder}/result.json"
-    metric = run.task.metric
-    held_out = run.task.text({metric: run.history.validation.get(f"val_{metric}")})
-    held_out += _best(run) + f" on {result['data']['val_samples']:,} held-out images"
-    text = f"done: {held_out}, {rate}, {result['seconds']:.0f} s"
+        measured = f"{rate}; peak memory {memory}"
+        return {"measured on synthetic images": measured, **verdict, "result": f"{folder}/result.json"}
+    held_out = run.task.text({run.task.metric: run.history.validation.get(f"val_{run.task.metric}")})
+    text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
+    text += f", {duration(result['seconds'])}"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
     if result["data"]["uncached"]:
         text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared anew"
-    pipeline = result["pipeline"]
+    lines, pipeline = {"done": text}, result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
-        text += f"\n  bubble   {pipeline['bubble_measured']:.1%} of forward and backward, measured in some steps; "
-        if pipeline["bubble_at_most"] > pipeline["bubble_measured"] + 0.01:
-            text += f"at most {pipeline['bubble_at_most']:.1%}, for GPUs may have waited for launches within stages; "
-        text += f"{pipeline['bubble_predicted']:.1%} predicted"
-        text += f": {folder}/timeline.png" if run.recipe.pipeline.timeline else ", pipeline.timeline=true draws it"
-    text += _verdict_line(result)
-    text += f"\n  weights  {folder}/last.safetensors"
+        lines["bubble"] = f"{pipeline['bubble_measured']:.1%} of forward and backward"
+        lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
+    lines |= {**verdict, "weights": f"{folder}/last.safetensors"}
     if run.recipe.logging.tensorboard:
-        command = os.environ.get("TRAINER_TENSORBOARD", "python -m tensorboard.main")
-        text += f"\n  watch    {command} --logdir {shlex.quote(str(folder))}"
-    return text
+        lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"
+    return lines
 
 
 def _best(run: Run) -> str:
@@ -207,10 +202,6 @@ def _best(run: Run) -> str:
         return ""
     best = run.task.text({metric: history.best})
     return f" (best {best} in epoch {history.best_epoch + 1}: best.safetensors)"
-
-
-def _verdict_line(result: Result) -> str:
-    return f"\n  verdict  {result['verdict']['sentence']}" if result["verdict"] else ""
 
 
 def parts(run: Run) -> dict[str, float]:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,8 +152,7 @@ class Comparison:
             raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
         finally:
             report = self._write(status)
-            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            print("\n" + comparison_table.as_text(report, colour), flush=True)
+            print("\n" + comparison_table.as_text(report), flush=True)
             files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(report))]
             _say(f"  tables   {', '.join(files)}")
             _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")

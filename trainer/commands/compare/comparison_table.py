@@ -13,12 +13,11 @@ from typing import Any
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import RED, as_typed, styled
 from trainer.saving.files import without_nan, write_atomically
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Curve, Events, curves_of
 
-RED, PLAIN = "\033[31m", "\033[0m"
 CSV_COLUMNS = (
     "entry", "mode", "value", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
     "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
@@ -86,7 +85,7 @@ def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
     return table
 
 
-def as_text(report: ComparisonReport, colour: bool = False) -> str:
+def as_text(report: ComparisonReport) -> str:
     """The table for a terminal; errors and long notes stand below it. Rows that disagree are red."""
     table = columns(report.entries)
     notes: list[str] = []
@@ -96,8 +95,8 @@ def as_text(report: ComparisonReport, colour: bool = False) -> str:
             cells[9] = f"exit {row.exit_code}" if row.error else cells[9].partition(":")[0]
     lines = [as_typed(line) for line in readable.table(table, right={2, 5, 6, 7})]
     for position, row in enumerate(report.entries, 1):
-        if colour and row.disagrees:
-            lines[position] = f"{RED}{lines[position]}{PLAIN}"
+        if row.disagrees:
+            lines[position] = styled(lines[position], RED)
     return "\n".join([*lines, "", *map(as_typed, (*notes, *report.conclusion))])
 
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.sweep.results import Metric, SweepReport, TrialFigures
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import BOLD, as_typed, styled
 from trainer.saving.files import without_nan, write_atomically
 from trainer.telemetry import readable
 
-BOLD, PLAIN = "\033[1m", "\033[0m"
 SHOWN = 20  # rows on a terminal
 NOTE = 40  # characters of a note within the table
 FIGURES = ("status", "value", "std", "epochs", "seconds", "compared", "error", "exit_code")  # columns of sweep.csv
@@ -62,7 +61,7 @@ def note(row: TrialFigures) -> str:
     return "" if row.status == "done" else "not done"
 
 
-def as_text(report: SweepReport, metric: Metric, colour: bool = False) -> str:
+def as_text(report: SweepReport, metric: Metric) -> str:
     """The table for a terminal; the best row is bold, and long notes stand below."""
     table = columns(report, metric)
     shown, below = table[: SHOWN + 1], []
@@ -72,8 +71,8 @@ def as_text(report: SweepReport, metric: Metric, colour: bool = False) -> str:
             cells[-1] = cells[-1].partition(":")[0]
     right = {0, len(report.keys) + 3}
     lines = [as_typed(line) for line in readable.table(shown, right)]
-    if colour and report.done:
-        lines[1] = f"{BOLD}{lines[1]}{PLAIN}"
+    if report.done:
+        lines[1] = styled(lines[1], BOLD)
     if len(table) > len(shown):
         lines.append(f"and {len(table) - len(shown)} more in sweep.md")
     return "\n".join([*lines, "", *map(as_typed, (*below, *report.conclusion))])

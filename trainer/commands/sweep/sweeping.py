@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,8 +137,7 @@ class Sweeping:
             status = "completed"
         finally:
             report = self._write(status)
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        say("\n" + sweep_table.as_text(report, self.metric, colour), plain=False)
+        say("\n" + sweep_table.as_text(report, self.metric), plain=False)
         files = [f"{self.folder}/sweep.md", ".csv", ".json", *self._draw(report)]
         say(f"  tables   {', '.join(files)}")
         say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(self.folder))}")

@@ -17,7 +17,7 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from PIL import Image
 
-from tests.command_line import BARE, QUIET, environment, free_port, ok, steps, trainer
+from tests.command_line import BARE, QUIET, environment, free_port, ok, result, steps, trainer
 from tests.warm import Popen, run
 from trainer.commands.evaluate import evaluate_run
 from trainer.errors import FolderInUseError, RecipeError, SetupError
@@ -196,8 +196,9 @@ def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path
     assert failed.returncode == 5 and (tmp_path / "run" / "steps.csv").exists()
     said = ok(*words, "optimizer.lr=0.01").stdout
     assert "saved nothing; starting over" in said and "2 classes, 1 x 28 x 28" in said
-    assert re.search(r"images   .*1 x 28 x 28 .*\b8 .*gray", said)
-    assert re.search(r"ignored  2 .*\(\._1\.png, __MACOSX\)", said)
+    facts = result(tmp_path / "run")["facts"]
+    assert re.search(r"1 x 28 x 28 .*\b8 .*gray", facts["images"])
+    assert re.search(r"2 .*\(\._1\.png, __MACOSX\)", facts["ignored"]) and re.search("  ignored +2 ", said)
     assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
     kept = load(str(tmp_path / "run"))
     assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)

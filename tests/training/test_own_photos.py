@@ -55,7 +55,8 @@ def test_ninety_in_a_hundred_of_ten_classes_with_thirty_photos_each(folders, tmp
     words = ["recipe=finetune", *PLAIN, f"data.root={photos}", "model.name=cnn"]
     said = ok(*words, f"model.init_from={tmp_path / 'weights'}", f"output={tmp_path / 'run'}").stdout
     assert "240 training images, 60 held out" in said and "10 classes, 1 x 8 x 8" in said
-    assert "11 hidden files" in said and "1 other file (.mov)" in said
+    ignored = result(tmp_path / "run")["facts"]["ignored"]
+    assert "11 hidden files" in ignored and "1 other file (.mov)" in ignored and "11 hidden files" in said
     assert result(tmp_path / "run")["val_top1"] >= 0.9
     assert "60 held-out images" in ok("evaluate", f"checkpoint={tmp_path / 'run'}").stdout
     ok("predict", f"checkpoint={tmp_path / 'run'}", f"data.root={photos}", f"output={tmp_path / 'told'}")

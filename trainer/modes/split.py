@@ -36,7 +36,7 @@ class Split(Staged):
 
     def notes(self) -> dict[str, str]:
         return {
-            "stages": super().notes()["stages"],
-            "note": "one stage works at a time, so this is slower than one device if the model fits on it; "
+            "note": f"{self.plan.stages} stages work in turn, slower than one device if the model fits on it; "
             "mode=pipeline overlaps micro-batches",
+            "cuts": super().notes()["cuts"],
         }

@@ -12,6 +12,7 @@ from trainer.processes import terminal
 
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
 WIDEST = 100  # characters of a line
+WHOLE = ("details", "result", "timeline", "watch", "weights")  # titles of commands and paths
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("i", "")}
 BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
@@ -22,12 +23,13 @@ def columns(elsewhere: int = WIDEST) -> int:
     return min(WIDEST, get_terminal_size((elsewhere, 24)).columns)
 
 
-def titled(title: str, text: str, lines: int | None = None) -> str:
-    """A text beside its title, in so many lines at most; a command or path stays in one piece, to be copied."""
-    if len(text.split()) == 1 or text.startswith("python -m "):
-        return f"  {title:<8} {text}"
+def titled(title: str, text: str, lines: int | None = None, width: int = 9) -> str:
+    """A text beside its title of this width, in so many lines at most; what one copies stays in one piece."""
+    start = f"  {title:<{width}} "
+    if title in WHOLE:
+        return start + text
     return textwrap.fill(
-        text, columns(80), initial_indent=f"  {title:<8} ", subsequent_indent=" " * 11, max_lines=lines,
+        text, columns(80), initial_indent=start, subsequent_indent=" " * (width + 3), max_lines=lines,
         placeholder=" ...", break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 from trainer.data.photos import contact_sheet
 from trainer.devices import precision
+from trainer.processes.terminal import BOLD
 from trainer.recipe.versions import VERSION
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
 # Normalization", arXiv:1803.08494, table 2).
 FEW = 16
+WARNINGS = ("warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
+DETAILS = ("mode", "devices", "held out", "cuts", "readers", "folder")
+ROOM = 3  # lines beside those that every run has
 
 
-def banner(run: Run) -> str:
-    """What is about to run, in a few lines."""
-    return f"trainer {VERSION}: {run.recipe.name}\n" + "\n".join(
-        f"  {key:<8} {value}" for key, value in facts(run).items()
-    )
+def say(run: Run) -> None:
+    """What is about to run, in eight lines at most: first what to look at, and where the rest is told."""
+    tracker, known = run.tracker, run.facts
+    tracker.say(f"trainer {VERSION}: {run.recipe.name}, {run.recipe.mode} on {few_names(run.world.devices)}", BOLD)
+    always = {title: known[title] for title in ("model", "data", "steps")}
+    warnings = [title for title in WARNINGS if title in known]
+    titles = [*warnings, *(title for title in known if title not in (*warnings, *always, *DETAILS))][:ROOM]
+    tracker.facts(always, lines=1)
+    for title in titles:
+        tracker.facts({title: known[title]}, lines=ROOM - len(titles) + 1 if title == titles[0] else 1)
+    tracker.facts({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
+
+
+def few_names(devices: Sequence[str]) -> str:
+    """Devices in a few words: 4 x cuda."""
+    kinds = {name.partition(":")[0] for name in devices}
+    return f"{len(devices)} x {kinds.pop()}" if len(devices) > 1 == len(kinds) else ", ".join(devices)
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -31,8 +50,10 @@ def facts(run: Run) -> dict[str, str]:
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     options.insert(0, precision.described(recipe.precision, world.device))
     local = recipe.batch_size // parts
-    batch = f"{recipe.batch_size} global" + (f" = {parts} x {local} a {part}" if parts > 1 else "")
-    batch += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
+    steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.steps_per_epoch} steps"
+    steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
+    steps += f" of {recipe.batch_size} images" + (f", {parts} x {local} a {part}" if parts > 1 else "")
+    steps += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
     singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
     outputs = f"{len(data.classes)} {singular if len(data.classes) == 1 else plural}"
     lines = {
@@ -40,14 +61,13 @@ def facts(run: Run) -> dict[str, str]:
         "devices": devices,
         **run.strategy.notes(),
         "model": f"{recipe.model.name}, {run.model.parameters:,} parameters ({', '.join(options)})",
-        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out: {data.split}; "
-        f"{outputs}, {' x '.join(map(str, data.inputs.shape))}",
+        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}, "
+        + " x ".join(map(str, data.inputs.shape)),
+        "held out": data.split,
         **run.model.notes,
         **data.notes,
-        "batch": batch,
         **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
-        "steps": f"{run.steps_per_epoch} an epoch x {recipe.epochs} epochs, {run.total_steps} in all"
-        + (f" (max_steps={recipe.max_steps})" if recipe.max_steps else ""),
+        "steps": steps,
         "folder": str(run.tracker.path),
     }
     if run.tracker.path is not None and (run.tracker.path / contact_sheet.FILE).is_file():
@@ -56,7 +76,7 @@ def facts(run: Run) -> dict[str, str]:
         lines["batchnorm"] = few
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
         lines["warning"] = (
-            f"the warm-up is as long as the run: lr never reaches {recipe.peak_lr:g}; set schedule.warmup_epochs=0"
+            f"set schedule.warmup_epochs=0: the warm-up is as long as the run, and lr never reaches {recipe.peak_lr:g}"
         )
     return lines
 
@@ -81,7 +101,7 @@ def few_for_batch_norm(run: Run) -> str | None:
     if not run.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (
-        f"mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} they are too rough: "
-        f"accuracy suffers and losses differ from mode=single. Try {', '.join(instead)}, or a model without BatchNorm "
+        f"try {', '.join(instead)}: mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} "
+        "they are too rough, so accuracy suffers and losses differ from mode=single. Or take a model without BatchNorm "
         "(cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
     )

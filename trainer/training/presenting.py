@@ -149,7 +149,7 @@ def opening(run: Run, words: Sequence[str]) -> str:
     settled = {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
     return _markdown(
         {
-            f"# {run.recipe.name}, {run.recipe.mode}": _list(banner.facts(run)),
+            f"# {run.recipe.name}, {run.recipe.mode}": _list(run.facts),
             "## What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
             "## What was left open": _list(settled),
             "## Machine": _list(_machine(run)),
@@ -204,12 +204,11 @@ def _machine(run: Run) -> dict[str, str]:
 
 
 def _main(run: Run) -> dict[str, Any]:
-    recipe, devices = run.recipe, run.world.devices
-    kinds = [name.partition(":")[0] for name in devices]
+    recipe = run.recipe
     return {
         "mode": recipe.mode,
         "model": recipe.model.name,
-        "devices": f"{len(devices)} x {kinds[0]}" if len(set(kinds)) == 1 else ", ".join(devices),
+        "devices": banner.few_names(run.world.devices),
         "batch_size": recipe.batch_size,
         "lr": recipe.optimizer.lr,
         "precision": precision.computed_in(recipe.precision, run.world.device),

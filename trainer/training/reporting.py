@@ -268,6 +268,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "seconds_in": parts(run),
             "save": saves(run),
             "verdict": None,
+            "facts": run.facts,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,
             **run.strategy.facts(),

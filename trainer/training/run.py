@@ -95,6 +95,7 @@ class Run:
     history: History = field(default_factory=History)
     unlogged: list[Tensor] = field(default_factory=list)  # losses of the steps since the last logged one, on the device
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes per device
+    facts: dict[str, str] = field(default_factory=dict)  # what is about to run, by title
     counted: tuple[int, int] = 0, 0  # unreadable images and uncached photos of this rank that the history has
     shift: int = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 

@@ -3,6 +3,7 @@ is built; `build` data, model, mode and optimizer; `begin`. For training, evalua
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, presenting, resuming
+from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, model_of, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
@@ -181,10 +182,12 @@ def begin(run: Run, resolved: Resolved) -> None:
     if tracker.path is not None and not run.speed_only:
         with presenting.dispensable(tracker):
             contact_sheet.write(tracker.path, data, recipe)
-    tracker.say(banner.banner(run))
+    run.facts = banner.facts(run)
+    banner.say(run)
     if resolved.state is not None:
         resuming.restore(run, resolved.state)
     tracker.start(run.position, run.total_steps, run.task.headline())
+    tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
     presenting.begin(run)
 
 

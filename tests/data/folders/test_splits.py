@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.command_line import QUIET, ok, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
 from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
 from trainer.errors import SetupError
@@ -114,7 +114,8 @@ def test_a_run_remembers_its_split(tmp_path):
     words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
     words += ["batch_size=8", "optimizer.lr=0.01", f"output={run}", *QUIET]
     said = ok(*words, "epochs=2").stdout
-    assert "16 training images, 4 held out: 0.2 " in said and "blue 8 + 2, red 8 + 2" in said
+    assert "16 training images, 4 held out, " in said and "blue 8 + 2, red 8 + 2" in said
+    assert result(run)["facts"]["held out"].startswith("0.2 ")
     with (run / SPLIT_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
     held_out = [row["file"] for row in rows if row["split"] == "val"]
@@ -131,7 +132,9 @@ def test_a_run_remembers_its_split(tmp_path):
     )
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if killed in the second epoch
     said = ok(*words, "epochs=2", "resume=auto").stdout
-    assert "26 training images, 4 held out: 4 of " in said and "(split.csv)" in said
+    held_out_by = result(run)["facts"]["held out"]
+    assert "26 training images, 4 held out, " in said
+    assert held_out_by.startswith("4 of ") and "(split.csv)" in held_out_by
     elsewhere = tmp_path / "elsewhere"
     coloured(elsewhere / "blue" / "x.jpg", (0, 0, 200))
     coloured(elsewhere / "red" / "x.jpg", (200, 0, 0))
@@ -139,4 +142,5 @@ def test_a_run_remembers_its_split(tmp_path):
     again = trainer(
         *words[: -len(QUIET) - 1], f"data.labels={run / SPLIT_FILE}", "max_steps=1", f"output={tmp_path / 'again'}"
     )
-    assert "16 training images, 4 held out: " in again.stdout and "split.csv" in again.stdout
+    assert "16 training images, 4 held out, " in again.stdout
+    assert "split.csv" in result(tmp_path / "again")["facts"]["held out"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok
+from tests.command_line import QUIET, ok, result
 from tests.data.photo_folders import coloured, opened
 from trainer.data import open_datasets
 from trainer.data.photos import contact_sheet
@@ -74,8 +74,9 @@ def test_what_is_no_photo_of_a_class_has_none(tmp_path):
 def test_a_run_draws_it_before_its_first_step(root, tmp_path):
     words = ["mode=ddp", "nproc=2", "model.name=mlp", "data.name=imagefolder", f"data.root={root}", "data.image_size=8"]
     said = ok(*words, "batch_size=4", "max_steps=1", f"output={tmp_path / 'run'}", *QUIET).stdout
-    assert f"look at  {tmp_path / 'run' / FILE}" in said
-    assert "classes  blue 4 + 1, red 4 + 1 " in said
+    facts = result(tmp_path / "run")["facts"]
+    assert facts["look at"].startswith(f"{tmp_path / 'run' / FILE}: ")
+    assert facts["classes"].startswith("blue 4 + 1, red 4 + 1 ") and "blue 4 + 1, red 4 + 1 " in said
     drawn = (tmp_path / "run" / FILE).stat().st_mtime_ns
     ok(*words, "batch_size=4", "max_steps=1", f"output={tmp_path / 'run'}", "resume=auto", *QUIET)
     assert (tmp_path / "run" / FILE).stat().st_mtime_ns == drawn

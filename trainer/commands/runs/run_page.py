@@ -37,8 +37,9 @@ def show(run: RunSummary, as_json: bool = False) -> str:
         tree = {**run.to_dict(), "changed": _changed(run)[1], "result": run.result, "recipe": run.recipe}
         return json.dumps(tree, indent=2, default=str) + "\n"
     lines = [(title, value) for title, value in (*_what(run), *_figures(run), *_files(run)) if value]
-    width = max(len(title) for title, _ in lines)
-    page = [readable.plain(str(run.path)), *(f"  {title:<{width}}  {readable.plain(value)}" for title, value in lines)]
+    width = max(len(title) for title, _ in lines) + 1
+    page = [readable.plain(str(run.path))]
+    page += [readable.titled(readable.plain(title), readable.plain(value), width=width) for title, value in lines]
     page += ["", *(f"  {readable.plain(command)}" for command in _next(run))]
     return "\n".join(page) + "\n"
 
@@ -54,6 +55,9 @@ def _what(run: RunSummary) -> Iterator[tuple[str, str]]:
     for number, word in enumerate(changed[:KEYS]):
         yield "changed" if not number else "", word
     yield "", f"and {len(changed) - KEYS} more" if len(changed) > KEYS else ""
+    if facts := _section(result, "facts"):
+        yield from ((str(title), str(text)) for title, text in facts.items() if title != "folder")
+        return
     devices = result.get("devices")
     named = ", ".join(map(str, devices[:8])) + ", ..." * (len(devices) > 8) if isinstance(devices, list) else ""
     processes = run.figure("world_size")

@@ -285,10 +285,11 @@ class Staged(Strategy):
 
     def notes(self) -> dict[str, str]:
         count, size = self.plan.microbatches, self.split_size()
-        micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size} images"
+        micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size}"
         return {
-            "stages": f"{self.plan.stages}, cut after {', '.join(self.plan.cuts)}",
-            "pipeline": f"{self.plan.schedule}, {micro}, predicted bubble {self.known['predicted']['bubble']:.1%}",
+            "pipeline": f"{self.plan.stages} stages, {self.plan.schedule}, {micro}, "
+            f"predicted bubble {self.known['predicted']['bubble']:.0%}",
+            "cuts": f"after {', '.join(self.plan.cuts)}",
         }
 
     def facts(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_an_older_checkpoint_says_which_random_numbers_start_anew(dropping, tmp_
     checkpoint.commit(tmp_path / "run", checkpoint.State(position, state.tensors, state.facts), 2)
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.telemetry.tracking.Tracker.say", lambda self, text: said.append(text))
+        patch.setattr("trainer.telemetry.tracking.Tracker.say", lambda self, text, style="": said.append(text))
         done = runs.train_on_cuda(f"{words} resume=auto", tmp_path / "run")
     assert done.result["status"] == "completed"
     assert [text for text in said if "random" in text and "cuda:1" in text]

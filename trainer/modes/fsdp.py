@@ -241,7 +241,7 @@ class FullyShardedDataParallel(Strategy):
         on_cpu = "; fsdp.offload moves nothing: they are in the host's memory already"
         where = ", kept on the host" if self.readers else on_cpu if self.recipe.fsdp.offload else ""
         return {
-            "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, the largest holds "
+            "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, the largest "
             f"{self.largest_unit:.0%} of the weights{where}"
         }
 

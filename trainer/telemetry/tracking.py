@@ -37,7 +37,6 @@ class NullTracker:
     shows = False  # whether there is a page to make pictures and texts for
 
     def say(self, text: str, style: str = "") -> None: ...
-    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> None: ...
     def row(self, cells: Mapping[str, str], best: bool) -> None: ...
     def settle(self, recipe: Recipe) -> None: ...
     def start(self, position: Position, total_steps: int, metric: str) -> None: ...
@@ -52,6 +51,9 @@ class NullTracker:
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
+
+    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
+        return len(facts)
 
     def known(self) -> dict[str, Any]:
         return {}
@@ -80,10 +82,12 @@ class Tracker(NullTracker):
         """Print a line, in one of the terminal's styles."""
         self._print(styled(as_typed(text), style))
 
-    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> None:
-        """Print what is known beside its titles, each in so many lines at most."""
-        for title, text in facts.items():
-            self._print(titled(title, as_typed(text), lines))
+    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
+        """Print what is known beside its titles, each in so many lines at most; returns how many there are."""
+        text = "\n".join(titled(title, as_typed(text), lines) for title, text in facts.items())
+        if facts:
+            self._print(text)
+        return text.count("\n") + 1
 
     def row(self, cells: Mapping[str, str], best: bool) -> None:
         """Print an epoch's figures below their titles, which are printed once; the best epoch so far is bold."""

@@ -27,8 +27,9 @@ def say(run: Run) -> None:
     warnings = [title for title in WARNINGS if title in known]
     titles = [*warnings, *(title for title in known if title not in (*warnings, *always, *DETAILS))][:ROOM]
     tracker.facts(always, lines=1)
+    room = ROOM - len(titles)
     for title in titles:
-        tracker.facts({title: known[title]}, lines=ROOM - len(titles) + 1 if title == titles[0] else 1)
+        room -= tracker.facts({title: known[title]}, lines=room + 1) - 1
     tracker.facts({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
 
 

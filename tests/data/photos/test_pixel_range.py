@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import opened, read_image
 from trainer.data.photos.decoding import from_pillow, open_image
 from trainer.errors import SetupError
@@ -234,11 +234,11 @@ def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path)
     assert refused.returncode == 3 and "data.pixel_range=[0,4095]" in refused.stderr
     assert not (tmp_path / "none").exists()
     words += ("data.pixel_range=[0,4095]",)
-    told = ok(*words, "output=run", cwd=tmp_path).stdout
-    assert re.search(r"\b16-bit\b.*\b0 .*\b4095\b", told)
-    cached = ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path).stdout
-    losses = [re.findall(r"val loss \S+", text)[-1] for text in (told, cached)]
-    assert losses[0] == losses[1]
+    ok(*words, "output=run", cwd=tmp_path)
+    ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path)
+    found, cached = result(tmp_path / "run"), result(tmp_path / "cached")
+    assert re.search(r"\b16-bit\b.*\b0 .*\b4095\b", found["facts"]["pixels"])
+    assert found["val_loss"] == cached["val_loss"]
     ok("predict", "checkpoint=run", f"data.root={root}", "output=all", cwd=tmp_path)
     ok("predict", "checkpoint=run", f"data.root={root / 'b' / '0.tif'}", "output=one", cwd=tmp_path)
     rows = [line for line in (tmp_path / "all" / "predictions.csv").read_text().splitlines() if "b/0.tif" in line]

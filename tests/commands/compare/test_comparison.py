@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,21 @@ def test_repeats_are_interleaved_after_a_check(machine):
     compared("single", "ddp", "split", repeats=2)
     names = ["single", "ddp", "split"]
     assert machine.ran == [(name, repeat) for repeat in range(3) for name in names]
+
+
+def test_the_time_left_counts_the_start_of_every_run_to_come(machine, monkeypatch, capsys):
+    now = [0.0]
+
+    def slow(command, log, environment=None):
+        now[0] += 60.0  # of which result.json has one
+        return machine(command, log, environment)
+
+    monkeypatch.setattr(running, "execute", slow)
+    monkeypatch.setattr(comparing.time, "perf_counter", lambda: now[0])
+    machine.faults["split", 2] = 5
+    compared("single", "ddp", "split", repeats=3)
+    left = re.findall(r"\b(\d\d):\d\d left", capsys.readouterr().out)
+    assert [int(minutes) for minutes in left] == [9, 8, 7, 6, 5, 4, 2, 1, 0], "split's third run is not to come"
 
 
 def test_losses_are_compared_in_full_precision(machine, monkeypatch):

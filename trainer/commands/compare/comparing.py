@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from trainer.commands.compare import comparison_table, ranking, running, significance
 from trainer.commands.compare.comparison_report import (
     ComparisonReport,
@@ -139,6 +141,7 @@ class Comparison:
         self.length: Length | None = Length(**kept) if whole else None
         self.begun, self.others = time.perf_counter(), Others()
         self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
+        self.seconds: dict[str, float] = {}  # of each entry's latest run, start-up and all
 
     def run(self) -> ComparisonReport:
         """From the checks to the pictures."""
@@ -170,7 +173,8 @@ class Comparison:
         fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked.words)
         self.length = self.length or running.choose_length(self.base, checked, self.asked.steps, fixed)
         self._write("running")
-        _say(f"{self.length.steps} steps a run; about {self._left() / 60:.0f} min to go")
+        more = "" if self.asked.repeats else ", or longer where a difference may hide"
+        _say(f"{self.length.steps} steps a run; {tqdm.format_interval(self._left())} left{more}")
         for repeat in self._rounds():
             self._round(repeat)
             self._write("running")
@@ -200,13 +204,15 @@ class Comparison:
         return zip(self.entries, self.rows, strict=True)
 
     def _left(self) -> float:
-        """Seconds that the timed runs will take, as the checks were: a start, and steps."""
+        """Seconds that the runs to come will take: as each entry's latest, with the steps that it lacked."""
         assert self.length is not None
         left = 0.0
-        for result in (row.results[0] for row in self.rows if row.error is None):
+        for entry, row in ((entry, row) for entry, row in self._both() if row.error is None):
+            repeat, result = max(row.results.items())
             step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
-            left += START + result["seconds"] + (self.length.steps - result["steps"]) * step
-        return left * self.repeats
+            lacking = (self.length.steps - result["steps"]) * step
+            left += (self.repeats - repeat) * (self.seconds[entry.name] + lacking)
+        return left
 
     def _round(self, repeat: int) -> None:
         """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
@@ -217,10 +223,12 @@ class Comparison:
             try:
                 if repeat == 0:
                     running.run_check(self.runner, entry, rows)
+                    self._note(entry, rows.results[repeat], begun)
                     if entry.traits.reference and not self.parts[entry.name]:
                         running.run_rounded(self.runner, entry, rows)
                 elif self.length is not None:
                     running.run_timed(self.runner, entry, rows, repeat, self.length)
+                    self._note(entry, rows.results[repeat], begun)
                 speed = rows.speeds.get(repeat)
                 news = f"{number(speed)} images/s" if speed else "done"
             except Failed as error:
@@ -229,7 +237,12 @@ class Comparison:
             self.done += 1
             total = (self.repeats + 1) * self.able
             what = f"repeat {repeat}" if repeat else "check of the losses"
-            _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s")
+            left = f"; {tqdm.format_interval(self._left())} left" if repeat else ""
+            _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s{left}")
+
+    def _note(self, entry: Entry, result: Mapping[str, Any], begun: float) -> None:
+        """What a run took that began then; of one that an earlier command did, about that."""
+        self.seconds[entry.name] = max(time.perf_counter() - begun, START + result["seconds"])
 
     def _write(self, status: str) -> ComparisonReport:
         """The tables, with what there is so far."""

@@ -125,6 +125,9 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     states = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", state) for line in lines for state in line.split("\r")]
     live = [state for state in states if state.startswith("epoch ") and "/4  " in state]
     assert live and all(len(state) <= columns for state in live)
+    last = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line.split("\r")[-1]) for line in lines]
+    assert all(len(line) <= columns for line in last if "/run" not in line), "all but commands and paths"
+    assert sum("train loss" in line for line in last) == 1 and any("details " in line for line in last)
     rows = [line.split("\r")[-1] for line in lines if re.search(r"\b[1-4]/4 {3}", line)]
     assert len(rows) == 4
     values = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]

@@ -23,10 +23,10 @@ from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
-from trainer.telemetry.readable import titled
+from trainer.telemetry.readable import columns, titled
 
 LIVE, LOGGED = 0.2, 60.0  # seconds between two states of the live line; between two lines where there is none
-NARROW, WIDE = 8, 80  # characters of a column, and of a row
+NARROW = 8  # characters of a column
 
 
 class NullTracker:
@@ -84,17 +84,17 @@ class Tracker(NullTracker):
 
     def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
         """Print what is known beside its titles, each in so many lines at most; returns how many there are."""
-        text = "\n".join(titled(title, as_typed(text), lines) for title, text in facts.items())
-        if facts:
-            self._print(text)
-        return text.count("\n") + 1
+        printed = [(len(title) + 2, titled(title, as_typed(text), lines)) for title, text in facts.items()]
+        for width, text in printed:
+            self._print(styled(text[:width], DIM) + text[width:])
+        return sum(text.count("\n") + 1 for _, text in printed)
 
     def row(self, cells: Mapping[str, str], best: bool) -> None:
         """Print an epoch's figures below their titles, which are printed once; the best epoch so far is bold."""
         if not self._widths:
             self._widths = {title: max(NARROW, len(title), len(cell)) for title, cell in cells.items()}
             self._widths["epoch"] = max(map(len, ("epoch", cells["epoch"])))
-            while sum(self._widths.values()) + 2 * len(self._widths) > WIDE:
+            while sum(self._widths.values()) + 2 * len(self._widths) > columns(80):
                 del self._widths[[*self._widths][-3]]  # the last metric
             self.say("  ".join(title.rjust(width) for title, width in self._widths.items()), DIM)
         self.say("  ".join(cells[title].rjust(width) for title, width in self._widths.items()), BOLD if best else "")

@@ -17,6 +17,7 @@ from trainer.processes.terminal import GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
+from trainer.telemetry.readable import titled
 from trainer.training import diagnosis, presenting, reporting, snapshots, stopping
 from trainer.training.callbacks import Callbacks, from_environment
 from trainer.training.evaluation import Mistakes, evaluate, metrics_of
@@ -247,7 +248,7 @@ def finish(run: Run) -> Result:
     run.tracker.result(shared)
     presenting.end(run, shared, verdict)
     (title, text), *rest = reporting.last_lines(run, shared).items()
-    run.tracker.say(f"{title}: {text}", GREEN)
+    run.tracker.say(titled(title, text), GREEN)
     run.tracker.facts(dict(rest))
     run.tracker.close()
     run.loader.close()

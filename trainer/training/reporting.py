@@ -176,8 +176,8 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     verdict = {"verdict": result["verdict"]["sentence"]} if result["verdict"] else {}
     if run.speed_only:
         memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.memory.items())
-        measured = f"{rate}; peak memory {memory}"
-        return {"measured on synthetic images": measured, **verdict, "result": f"{folder}/result.json"}
+        measured = f"on synthetic images: {rate}; peak memory {memory}"
+        return {"measured": measured, **verdict, "result": f"{folder}/result.json"}
     held_out = run.task.text({run.task.metric: run.history.validation.get(f"val_{run.task.metric}")})
     text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
     text += f", {duration(result['seconds'])}"
@@ -189,7 +189,8 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     if pipeline and pipeline["bubble_measured"] is not None:
         lines["bubble"] = f"{pipeline['bubble_measured']:.1%} of forward and backward"
         lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
-    lines |= {**verdict, "weights": f"{folder}/last.safetensors"}
+    best = {"best": f"{folder}/best.safetensors"} if _best(run) else {}
+    lines |= {**verdict, "weights": f"{folder}/last.safetensors", **best}
     if run.recipe.logging.tensorboard:
         lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"
     return lines
@@ -200,8 +201,8 @@ def _best(run: Run) -> str:
     history, metric = run.history, run.task.metric
     if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
-    best = run.task.text({metric: history.best})
-    return f" (best {best} in epoch {history.best_epoch + 1}: best.safetensors)"
+    [best] = run.task.shown({metric: history.best}).values()
+    return f" (best {best} in epoch {history.best_epoch + 1})"
 
 
 def parts(run: Run) -> dict[str, float]:

@@ -98,7 +98,7 @@ def test_a_row_of_many_metrics_fits(tmp_path, capsys):
     assert lines[0].split()[0] == "epoch" and lines[0].endswith("images/s   seconds") and lines[1] == lines[2]
 
 
-RUN = ["recipe=digits", "model.name=mlp", "epochs=4", "logging.every_steps=1", *BARE]
+RUN = ["recipe=digits", "model.name=mlp", "epochs=4", "optimizer.lr=0.5", "logging.every_steps=1", *BARE]
 
 
 def on_terminal(folder, columns, *words, **variables):
@@ -132,6 +132,7 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     assert len(rows) == 4
     values = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
     best = [value > max(values[:place], default=-1.0) for place, value in enumerate(values)]
+    assert len({*best}) == 2, "some are not the best so far"
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 

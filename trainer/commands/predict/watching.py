@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from trainer.devices.assignment import numbered
 from trainer.pool import DevicePool
+from trainer.processes.terminal import rewrites
 from trainer.recipe import LoggingRecipe
 from trainer.saving.files import writing
 from trainer.telemetry.events import Events
@@ -31,7 +32,7 @@ class Watch:
         self._folder = folder
         self._names, self._count, self._done = list(numbered(devices)), count, 0
         self._looked = self._spoke = self._begun = time.monotonic()
-        terminal = sys.stderr is not None and sys.stderr.isatty()  # a program may have closed its stderr
+        terminal = rewrites(sys.stderr)
         self._plain = speaks and logging.progress and not terminal
         self._bar: Any = None
         self._events: Any = None

@@ -78,5 +78,5 @@ def test_devices(devices, words):
 
 def test_it_is_in_the_folder_from_the_first_step_on(tmp_path):
     done = run([sys.executable, "-c", LIVE], env=environment(), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "seen mlp, " in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "seen mlp on 1 x 8 x 8, " in done.stdout, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"

@@ -61,9 +61,9 @@ def facts(run: Run) -> dict[str, str]:
         "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
         "devices": devices,
         **run.strategy.notes(),
-        "model": f"{recipe.model.name}, {run.model.parameters:,} parameters ({', '.join(options)})",
-        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}, "
-        + " x ".join(map(str, data.inputs.shape)),
+        "model": f"{recipe.model.name} on {' x '.join(map(str, data.inputs.shape))}, "
+        f"{run.model.parameters:,} parameters ({', '.join(options)})",
+        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
         "held out": data.split,
         **run.model.notes,
         **data.notes,

@@ -162,7 +162,7 @@ def epoch_row(run: Run, epoch: int, seconds: float) -> dict[str, str]:
         "epoch": f"{epoch + 1:{len(str(epochs))}}/{epochs}",
         "train loss": figure(history.losses[-1]),
         **{"val loss" if title == "loss" else title: text for title, text in metrics.items()},
-        "images/s": number(rate),
+        "images/s": f"{rate:,.{int(rate < 100)}f}" if rate else "-",
         "seconds": f"{seconds:,.1f}",
     }
 

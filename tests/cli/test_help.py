@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -39,14 +40,18 @@ def test_words_and_keys_of_a_page_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize("example", [line for about in pages().values() for line in about.examples])
-def test_examples_can_be_typed(example: str) -> None:
+def test_examples_can_be_typed(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("photo.jpg", "photos/1.jpg", "runs/first/recipe.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
     words = shlex.split(re.split("[;>]", example.partition("-m trainer ")[2])[0])
     command, rest = read(words)
     assert command in COMMANDS
     own = {word for word in rest if word.partition("=")[0] in COMMAND_WORDS.get(command, ())}
     if command in COMMAND_WORDS:
         recipe = next((word.partition("=")[2] for word in own if word.startswith("recipe=")), None)
-        load(recipe, *(word for word in rest if word not in own and not is_swept(*word.split("=", 1))))
+        load(recipe, *(word for word in rest if "=" in word and word not in own and not is_swept(*word.split("=", 1))))
 
 
 @pytest.mark.parametrize("words", [("plan", "--help"), ("--help", "plan"), ("help", "plan"), ("-h", "plan", "nproc=2")])

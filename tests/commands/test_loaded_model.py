@@ -91,6 +91,14 @@ def test_it_says_what_the_command_prints_and_writes(run, home):
     assert line.split()[1:3] == ["blue", f"{told.probability:.0%}"]
 
 
+def test_photos_and_folders_are_asked_of_the_newest_run_that_is_named(run, home):
+    done = ok("predict", "photos/blue/0.png", "photos/green", "output=several", cwd=home)
+    rows = list(csv.DictReader((home / "several" / "predictions.csv").open()))
+    assert "runs/first" in done.stdout and [row["class"] for row in rows] == ["blue"] + ["green"] * 12
+    done = ok("predict", "photos/red/0.png", "first", "output=one", cwd=home)
+    assert "photos/red/0.png  red" in done.stdout
+
+
 def test_of_many_images_only_the_file_tells(home):
     done = ok("predict", "checkpoint=runs/first", "data.root=photos/blue", "output=many", cwd=home)
     assert "photos/blue/0.png" not in done.stdout and "many/predictions.csv" in done.stdout

@@ -180,7 +180,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         if own.get("format", "onnx") not in SUFFIXES:
             raise RecipeError(f"format={own['format']} is none of {', '.join(SUFFIXES)}")
         load(None, *("data.root='-'" if word == "data.root=-" else word for word in rest if "=" in word))
-        assert command == "export" or "checkpoint" in own or "model.weights=DEFAULT" in rest
+        assert command != "evaluate" or "checkpoint" in own
     elif command == "runs":
         assert not rest or rest[0] in ("show", "compare", "delete", *SYNONYMS, "FOLDER"), rest
     elif command == "doctor":

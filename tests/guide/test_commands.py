@@ -121,7 +121,7 @@ NOT_RUN = {
         "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]'",
         "./launch.sh recipe=resnet50 mode=split 'devices=[cuda:0,cuda:1]'",
         "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]' pipeline.recompute=true",
-        "./launch.sh predict checkpoint=runs/first data.root=photos 'devices=[cuda:0,cuda:1,cpu]'",
+        "./launch.sh predict runs/first photos 'devices=[cuda:0,cuda:1,cpu]'",
     ),
     "takes days without a GPU": (
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",
@@ -145,8 +145,8 @@ NOT_RUN = {
         "./launch.sh recipe=finetune data.root=photos model.name=convnext_tiny",
         "./launch.sh recipe=finetune data.root=photos model.name=timm:resnet18",
         "./launch.sh recipe=finetune task.name=multilabel data.root=photos data.labels=labels.csv",
-        "./launch.sh predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
-        "python -m trainer predict model.name=resnet50 model.weights=DEFAULT data.root=photos",
+        "./launch.sh predict model.name=resnet50 model.weights=DEFAULT photos",
+        "python -m trainer predict model.name=resnet50 model.weights=DEFAULT photos",
     ),
     "takes half an hour, and tests/commands/compare has sweeps": (
         "./launch.sh compare recipe=resnet50 'modes=[single,pipeline]' nproc=2 repeats=1 batch_size=120 "
@@ -212,6 +212,8 @@ def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
 def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty / "runs" / "first").mkdir(parents=True)
     (empty / "runs" / "first" / "recipe.yaml").write_text(load("digits").to_yaml())
+    (empty / "photos").mkdir()
+    (empty / "photo.jpg").touch()
     wrong = [problem for typed in commands(page) if (problem := at_once(typed, capsys))]
     assert not wrong, "\n".join(wrong)
 
@@ -280,6 +282,7 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
     for colour, (label, pixels) in enumerate({"cat": (200, 60, 60), "dog": (60, 60, 200)}.items()):
         for number in range(25):
             coloured(folder / "photos" / label / f"{number}.jpg", pixels, seed=colour * 10 + number)
+    coloured(folder / "photo.jpg", (200, 60, 60), seed=1)
     for block in blocks(page):
         if block.language == "python" and (named := re.match(r"# (\w+\.py)\n", block.text)):
             (folder / named[1]).write_text(block.text)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.cli import predict_words
 from trainer.cli.dialects.interpreter import bare_meaning, meaning, unknown
 from trainer.cli.dialects.meaning import CommandLine, Meaning
 from trainer.cli.known_keys import (
@@ -79,6 +80,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[str, list[str]]:
     """The command and the words as they are taken, where there is nothing to answer. Raises RecipeError."""
+    if command == "predict":
+        words = predict_words.sorted_out(words)
     values = {word.key: word.value for word in words if word.key}
     multirun = any(FLAG_COMMANDS.get(word.key) == "sweep" and not word.fine for word in words)
     meant = "sweep" if multirun else command
@@ -88,6 +91,9 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
     roots: list[str] = []  # of several folders and files, wherever the others stand
     trains = any(FLAG_COMMANDS.get(word.key) == "train" and not word.fine for word in words)
     for word in words:
+        if command == "predict" and predict_words.is_photos(word):
+            kept.append(word.text)
+            continue
         switch = FLAG_COMMANDS.get(word.key, "") if word.typed.startswith(tuple(DASHES)) and not word.fine else ""
         if switch and trains and switch != "train":
             why = AFTERWARDS.get(switch, "a command of its own")
@@ -111,8 +117,9 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         kept = []
     elif command in ("evaluate", "predict"):
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
-        given = {word.partition("=")[0] for word in kept}
-        kept = [*(word for word in WANTS[command] if word.partition("=")[0] not in given), *kept]
+        given = {word.partition("=")[0] if "=" in word else "data.root" for word in kept}
+        wanted = "checkpoint" if command == "evaluate" else "data.root"
+        kept = [*(WANTS[command] if not {wanted, "predict.split"} & given else ()), *kept]
     answers += [*odd.values(), *_contradictions(kept, roots)]
     kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
     idle = dict(_unread(kept, line)) if command in ("train", "compare", "sweep", "plan") else {}

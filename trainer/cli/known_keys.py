@@ -17,7 +17,7 @@ _TYPED = {
     "recipes": "list ls show configs models zoo available recipe-list list-recipes",
     "train recipe=digits": "fit start run learn training main",
     "evaluate checkpoint=RUN": "val test eval validate validation score valid test_only evaluation evaluate_only",
-    "predict checkpoint=RUN data.root=FOLDER": "infer inference detect classify label prediction classification",
+    "predict photo.jpg": "infer inference detect classify label prediction classification",
     "compare recipe=digits": "benchmark bench speed profile race comparison",
     "sweep recipe=digits optimizer.lr=[0.01,0.1]": "tune search multirun",
     "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
@@ -80,7 +80,7 @@ WANTS: dict[str, tuple[str, ...]] = {
     "plan": ("recipe=digits",),
     "compare": ("recipe=digits",),
     "sweep": ("recipe=digits", "optimizer.lr=[0.01,0.1]"),
-    "predict": ("checkpoint=RUN", "data.root=FOLDER"),
+    "predict": ("photo.jpg",),
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least
 EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what export's format= can be

@@ -91,7 +91,8 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
     if colon and len(key) > 1 and is_name(_name(key)) and (value or _bare(following)):
         typed = word if value else f"{word} {following}"
         return _set(typed, key, value or following, fine=False), int(not value)
-    if len(word) > 1 and is_name(_name(word)) and _bare(following) and not is_name(_name(following)):
+    pair = len(word) > 1 and is_name(_name(word)) and _bare(following) and not is_name(_name(following))
+    if pair and not os.path.exists(word):
         return _set(f"{word} {following}", word, following, fine=False), 1
     return Word(word), 0
 

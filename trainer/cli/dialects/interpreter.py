@@ -13,6 +13,7 @@ from trainer.cli.dialects.meaning import SHARDS, CommandLine, Meaning, is_run, p
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES, run_within
 from trainer.cli.known_keys import EVERY_WORD, FOLDERS, WANTS, is_name, is_path_or_text, our_name
+from trainer.cli.predict_words import what_is_meant
 from trainer.cli.spelling import DASHES
 from trainer.recipe import MODES, shipped_recipes
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
@@ -27,7 +28,7 @@ ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay", "local_sgd.outer_momentum")  #
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 # Values to show for words that want one.
 EXAMPLES = {
-    **dict(word.split("=") for words in WANTS.values() for word in words),
+    **dict(word.split("=") for words in WANTS.values() for word in words if "=" in word),
     "nproc": "2", "plugin": "MODULE", "modes": "[single,ddp]", "sweep": "batch_size:[96,192]", "repeats": "5",
     "trials": "20", "steps": "100", "memory": "24GiB", "measured": "here", "bandwidth": "10GB/s",
     "output": "FOLDER", "resume": "auto",
@@ -222,11 +223,12 @@ def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
         return Meaning((), "runs compare RUN RUN looks at runs that are done")
     if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and not predicts:
         return _shards(typed, line)
+    if line.command == "predict":
+        return run_within("checkpoint", typed, line) or what_is_meant(typed, line)
     images = line.images
     if typed in images and len(images) > 1:
-        note = "one folder" + ", or data.root=- and a path on each line of standard input" * predicts
         words = () if predicts or "recipe" in line.values else ("recipe=finetune",)
-        return Meaning((*words, "data.root=FOLDER"), note, " ".join(images))
+        return Meaning((*words, "data.root=FOLDER"), "one folder", " ".join(images))
     if predicts:
         run = "checkpoint" not in line.values and run_within("checkpoint", typed, line)
         return run or put("data.root" if "checkpoint" in line.values or typed in images else "checkpoint", typed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import signal
 import time
 from collections import deque
@@ -32,9 +33,10 @@ from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.files import write_atomically
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import newest_run, run_named
 
 TIMEOUT = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
+PUBLISHED = ("model.name=", "model.weights=")  # words that ask for a model which is no run's
 FEW = 10  # images whose classes are printed
 MANY = 100  # images: of fewer no speed is told, which the start would spoil
 DECODERS = 32  # threads that read for one device, at most
@@ -43,14 +45,23 @@ DECODERS = 32  # threads that read for one device, at most
 def command(words: Sequence[str]) -> int:
     """Label what the words name; 0, or an error's exit code by raising it."""
     options, rest = split_words(words, ("checkpoint", "plugin", "recipe", "nproc"))
+    photos = tuple(word for word in rest if "=" not in word or os.sep in word.partition("=")[0])
+    rest = [word for word in rest if word not in photos]
     for key, instead in (("recipe", "checkpoint=RUN has its own"), ("nproc", "start several ranks with torchrun")):
         if key in options:
             raise RecipeError(f"{key}= is not for predict: {instead}")
     launching.load_plugin(options.get("plugin"))
     fork_server.context("trainer.pool.worker", "trainer.commands.predict.labelling")  # loads torch meanwhile
-    checkpoint = options.get("checkpoint")
-    trained = published(rest) if checkpoint is None else from_checkpoint(run_named(checkpoint), rest)
-    label_part(trained, output_folder(trained.recipe, checkpoint), place())
+    checkpoint, rank = options.get("checkpoint"), place()
+    if checkpoint is None and any(word.startswith(PUBLISHED) for word in rest):
+        trained = published(rest, photos)
+    else:
+        run = newest_run() if checkpoint is None else run_named(checkpoint)
+        if checkpoint is None and rank.is_main:
+            print(as_typed(f"with {run}, the newest run"), flush=True)
+        checkpoint = str(run)
+        trained = from_checkpoint(run, rest, photos)
+    label_part(trained, output_folder(trained.recipe, checkpoint), rank)
     return 0
 
 
@@ -100,7 +111,7 @@ def _settings(trained: Trained, inputs: Inputs, rank: Place) -> dict[str, Any]:
     return {
         "weights": trained.fingerprint,
         "images": inputs.name,
-        "data.root": recipe.data.root,
+        "data.root": list(trained.photos) if len(trained.photos) > 1 else recipe.data.root,
         "number": inputs.total,
         "image_size": preparation.image_size,
         "normalisation": [list(preparation.mean), list(preparation.std)],
@@ -172,10 +183,9 @@ def _inputs(trained: Trained, rank: Place) -> Inputs:
     recipe = trained.recipe
     if trained.data is not None:
         return sources.dataset_split(trained.data, recipe.predict.split or "val", rank.rank, rank.size)
-    assert recipe.data.root is not None
     # A folder may be named like the one class of its images; several classes and values stand in tables.
     classes = trained.classes if trained.task.reads == "class" else ()
-    return sources.image_files(recipe.data.root, classes, rank.rank, rank.size, wanted_of(recipe.data))
+    return sources.image_files(trained.photos, classes, rank.rank, rank.size, wanted_of(recipe.data))
 
 
 def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> None:

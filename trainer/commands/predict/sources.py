@@ -6,7 +6,7 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,22 +61,47 @@ class Inputs:
 
 
 def image_files(
-    root: str, classes: Sequence[str], rank: int = 0, size: int = 1, pixel_range: Range | None = None
+    roots: str | Sequence[str],
+    classes: Sequence[str],
+    rank: int = 0,
+    size: int = 1,
+    pixel_range: Range | None = None,
 ) -> Inputs:
-    """The images of a folder (recursively, in alphabetical order), of a list of paths, or of stdin where `root` is -.
+    """The images that are named: by a folder (recursively, in alphabetical order), an image, a list of paths, or stdin
+    where it is -; or by several of these.
 
     An image in a folder named like a class has that label. Of several ranks each takes a contiguous part.
 
     Raises:
         SetupError: nothing there.
-        RecipeError: stdin for several ranks.
+        RecipeError: stdin for several ranks, or beside others.
     """
-    if root == "-":
+    roots = [roots] if isinstance(roots, str) else roots
+    if "-" in roots:
         if size > 1:
-            raise RecipeError("data.root=- reads stdin, which several ranks cannot share: give a file with the paths")
+            raise RecipeError("- reads standard input, which several ranks cannot share: give a file with the paths")
+        if len(roots) > 1:
+            raise RecipeError("- reads all paths from standard input: leave out the others, or write them there")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
+    found = {root: _paths_of(root, size) for root in roots}
+    paths = [path for root in roots for path in found[root][0]]
+    ignored = {root: left for root, (_, left) in found.items() if left}
+    start, stop = contiguous_span(len(paths), rank, size)
+    items = _labelled(paths[start:stop], classes)
+    doubt = "" if rank else doubt_of(paths, pixel_range)
+    name = roots[0] if len(roots) == 1 else f"{roots[0]} and {len(roots) - 1} more"
+    return Inputs(name, stop - start, items, total=len(paths), ignored=_joined(ignored), doubt=doubt)
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    """The texts in one line, each with its key where there are several."""
+    return next(iter(texts.values())) if len(texts) == 1 else "; ".join(f"{key}: {text}" for key, text in texts.items())
+
+
+def _paths_of(root: str, size: int) -> tuple[list[str], str]:
+    """The images of a folder, a list or a file, and other files there in words. Raises SetupError, RecipeError."""
     path, left = Path(root).expanduser(), LeftOut(empty=False)  # an empty file has a row that says so
     try:
         if path.is_dir():
@@ -106,10 +131,7 @@ def image_files(
         raise SetupError(
             f"data.root={root} holds no images{ignored}; give a folder (of JPEG, PNG, WebP, ...), a file of paths, or -"
         )
-    start, stop = contiguous_span(len(paths), rank, size)
-    items = _labelled(paths[start:stop], classes)
-    doubt = "" if rank else doubt_of(paths, pixel_range)
-    return Inputs(root, stop - start, items, total=len(paths), ignored=left.in_words(), doubt=doubt)
+    return paths, left.in_words()
 
 
 def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> Inputs:

@@ -64,20 +64,25 @@ class Trained:
     data: Datasets | None  # where a split of the data set is labelled
     fingerprint: str
     seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
+    photos: tuple[str, ...] = ()  # those: files, folders, lists of paths
 
 
-def from_checkpoint(path: Path, words: Sequence[str], split: bool | None = None) -> Trained:
+def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None) -> Trained:
     """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
 
-    `split`: whether a part of the run's data set is to be labelled; None: as the words say.
+    Args:
+        path: of the run or the weights.
+        words: `key=value` on top of the run's recipe.
+        photos: to be labelled, beside those that data.root= names.
+        split: whether a part of the run's data set is to be labelled; None: as the words say.
 
     Raises:
         CheckpointError: the metadata of their file makes no sense.
         RecipeError: the model does not label images.
     """
     weights, facts = read_weights(path)
-    recipe = recipe_of(path, facts, tuple(words))
-    split = wants_split(recipe, words) if split is None else split
+    recipe, photos = _with_photos(recipe_of(path, facts, tuple(words)), words, photos)
+    split = not photos if split is None else split
     data = opened_again(path, recipe, facts) if split else None
     if facts.get("mean") == "[]" or (data is not None and data.plain):
         raise RecipeError(f"{path} was trained on inputs other than images, and predict labels images")
@@ -90,7 +95,7 @@ def from_checkpoint(path: Path, words: Sequence[str], split: bool | None = None)
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
-    return Trained(recipe, task, model, names, preparation, data, _fingerprint(weights), seen)
+    return Trained(recipe, task, model, names, preparation, data, _fingerprint(weights), seen, photos)
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:
@@ -115,26 +120,40 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
     return images.classes, Preparation(size, shorter or shorter_side(size), images.channels, images.mean, images.std)
 
 
-def wants_split(recipe: Recipe, words: Sequence[str]) -> bool:
-    """Whether images come from the data set; else they are files that data.root names."""
-    return recipe.predict.split is not None or not any(word.startswith("data.root=") for word in words)
+def _with_photos(recipe: Recipe, words: Sequence[str], photos: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
+    """The files to label, with those of data.root=; none where they are a part of the recipe's data set.
+
+    Raises:
+        RecipeError: both are named.
+    """
+    if recipe.predict.split is not None:
+        if photos:
+            raise RecipeError(
+                f"predict.split={recipe.predict.split} labels images of the run's own data set, and {photos[0]} is "
+                "another image: leave out one of them"
+            )
+        return recipe, ()
+    if any(word.startswith("data.root=") for word in words) and recipe.data.root is not None:
+        photos = (recipe.data.root, *photos)
+    return recipe.replace(data__root=photos[0]) if photos else recipe, tuple(photos)
 
 
-def published(words: Sequence[str]) -> Trained:
+def published(words: Sequence[str], photos: Sequence[str] = ()) -> Trained:
     """One of torchvision's models with the weights that it publishes."""
     recipe = recipes.load(None, *words)
-    if recipe.model.weights is None or recipe.data.root is None:
-        raise RecipeError(
-            "predict needs a model and images: checkpoint=RUN data.root=FOLDER, or without a checkpoint "
-            "model.name=resnet50 model.weights=DEFAULT data.root=FOLDER"
-        )
     if recipe.predict.split is not None:
-        raise RecipeError("predict.split names a part of a run's data set, so it needs checkpoint=RUN")
+        raise RecipeError("predict.split names a part of a run's data set, so it needs a run: leave out model.name=")
+    recipe, photos = _with_photos(recipe, words, photos)
+    if recipe.model.weights is None or not photos:
+        raise RecipeError(
+            "predict needs a model and images: predict RUN photo.jpg, or without a run "
+            "predict model.name=resnet50 model.weights=DEFAULT photo.jpg"
+        )
     classes, preset, size = _published(recipe)
     model = build(recipe.model, len(classes), 3, size)
     preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
     weights = _fingerprint(model.state_dict())
-    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights)
+    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights, photos=photos)
 
 
 def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:

@@ -134,7 +134,7 @@ def _next(run: RunSummary) -> Iterator[str]:
         yield f"python -m trainer recipe={path} output={path} resume=auto"
     if weights:
         yield f"python -m trainer evaluate checkpoint={path}"
-        yield f"python -m trainer predict checkpoint={path} data.root=FOLDER"
+        yield f"python -m trainer predict {path} photo.jpg"
         yield f"python -m trainer export {path} format=onnx"
     if any(run.path.glob("events.out.tfevents.*")):
         yield f"python -m tensorboard.main --logdir {path}"

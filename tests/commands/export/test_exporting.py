@@ -98,6 +98,21 @@ def test_every_format_through_the_command_line(here, kind):
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".export")] == []
 
 
+@pytest.mark.parametrize(("run", "kind"), [*(("images", kind) for kind in [*exporting.SUFFIXES]), ("r", "safetensors")])
+def test_the_three_lines_that_it_prints_run(here, run, kind):
+    if kind == "onnx" and needs_onnx.args[0]:
+        pytest.skip(needs_onnx.kwargs["reason"])
+    if run == "r" and not (here / "runs" / "r").exists():
+        words = ["recipe=digits", "model.name=resnet18", "mode=single", "max_steps=2", *QUIET]
+        ok(*words, "data.image_size=32", "data.channels=3", "output=runs/r", cwd=here)
+    lines = ok("export", run, f"format={kind}", cwd=here).stdout.splitlines()[-3:]
+    images = torch.zeros(2, 3, 32, 32) if run == "r" else torch.zeros(2, 1, 8, 8)
+    names = {"images": images.numpy() if kind == "onnx" else images}
+    with formats.quietly():
+        exec("\n".join(line.strip() for line in lines), names)
+    assert names["scores"].shape == (2, 10) and len(names.get("facts") or names["classes"]) >= 10
+
+
 def facts_of(path, kind):
     if kind == "exported_program":
         extra = {formats.FACTS: ""}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.commands.export.formats import WRITERS, ExportSource, Runner, load, quietly
+from trainer.commands.export.formats import FACTS, WRITERS, ExportSource, Runner, load, quietly
 from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
+from trainer.recipe.known_names import SMALL_MODELS
 from trainer.saving.files import put, remove, writing
 from trainer.saving.locks import lock_alone, open_lock
 from trainer.saving.tensor_files import sync
@@ -118,4 +119,39 @@ def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int
         "agrees": agreement,
     }
     head = f"exported {path} ({source.recipe.model.name}) as format={kind}"
-    return "\n".join([head, *(f"  {title:<7} {text}" for title, text in lines.items())]) + "\n"
+    told = [head, *(f"  {title:<7} {text}" for title, text in lines.items())]
+    used = [f"    {line}" for line in usage(source, kind, target)]
+    return "\n".join([*told, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
+
+
+def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, str, str]:
+    """Three lines of Python that give the scores of `images`; `facts` says how these are prepared."""
+    path, name = repr(str(target)), repr(FACTS)
+    if kind == "onnx":
+        return (
+            f"import json, onnxruntime; session = onnxruntime.InferenceSession({path})",
+            f"facts = json.loads(session.get_modelmeta().custom_metadata_map[{name}])",
+            'scores = session.run(None, {"input": images})[0]',
+        )
+    if kind != "safetensors":
+        load = "export.load({}, extra_files=beside).module()" if kind == "exported_program" else ""
+        load = load or "jit.load({}, _extra_files=beside)"
+        return (
+            f'import json, torch; beside = {{{name}: ""}}',
+            f"model = torch.{load.format(path)}",
+            f"facts, scores = json.loads(beside[{name}]), model(images)",
+        )
+    call = source.metadata.get("model", "")
+    if call.startswith("torchvision."):
+        return (
+            f"import torchvision, safetensors.torch; model = {call}.eval()",
+            f"model.load_state_dict(safetensors.torch.load_file({path}))",
+            f'scores = model(images); facts = safetensors.safe_open({path}, "pt").metadata()',
+        )
+    if source.recipe.model.name in SMALL_MODELS and source.facts.get("mean"):
+        return "from trainer import load", f"run = load({path})", "scores = run.model(images); classes = run.classes"
+    return (
+        "import safetensors.torch",
+        f"weights = safetensors.torch.load_file({path})",
+        "model.load_state_dict(weights)  # of the model that your program builds",
+    )

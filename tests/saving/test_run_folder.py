@@ -24,7 +24,7 @@ from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving import locks
 from trainer.saving.files import write_atomically
-from trainer.saving.run_folder import RunFolder
+from trainer.saving.run_folder import RunFolder, fresh_folder
 from trainer.saving.steps_file import STEP_COLUMNS, StepsFile
 
 
@@ -97,6 +97,12 @@ def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path, more):
     assert abs(float(second[0]["train_loss"]) - float(first[-1]["train_loss"])) < 0.2
     again = trainer(*typed[:2], "epochs=2", typed[3], "resume=auto", cwd=tmp_path)
     ok(*last_command(again.stderr), cwd=tmp_path)
+
+
+def test_without_a_recipe_the_folder_is_named_after_model_and_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = fresh_folder(load(None, "model.name=timm:resnet10t", "data.name=digits", "mode=single"))
+    assert folder.name.startswith("timm_resnet10t-digits-single-")
 
 
 def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_path):

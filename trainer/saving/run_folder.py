@@ -245,10 +245,15 @@ class RunFolder(NullFolder):
         self._lock = -1
 
 
+def _run_name(recipe: Recipe) -> str:
+    unnamed = re.sub(r"[^\w.-]", "_", f"{recipe.model.name}-{recipe.data.name}")
+    return f"{unnamed if recipe.name == 'recipe' else recipe.name}-{recipe.mode}"
+
+
 def _before_restart(recipe: Recipe) -> Path | None:
     """The folder below runs/ that this job had before it was restarted."""
     if is_restart():
-        for lock in sorted(Path("runs").glob(f"{glob.escape(recipe.name)}-{recipe.mode}-*/{LOCK}"), reverse=True):
+        for lock in sorted(Path("runs").glob(f"{glob.escape(_run_name(recipe))}-*/{LOCK}"), reverse=True):
             with suppress(OSError, RecipeError):  # RecipeError: another run of that job
                 before = lock.parent / "recipe.yaml"
                 if not is_this_job(read(lock).decode(errors="replace")):
@@ -260,14 +265,16 @@ def _before_restart(recipe: Recipe) -> Path | None:
 
 
 def fresh_folder(recipe: Recipe) -> Path:
-    """Make runs/<recipe>-<mode>-<time>; a restart of the same job finds the one it had.
+    """Make runs/<recipe>-<mode>-<time>, or <model>-<data>-<mode>-<time> without a recipe's name.
+
+    A restart of the same job finds the one it had.
 
     Raises:
         SetupError: it cannot be made.
     """
     if (before := _before_restart(recipe)) is not None:
         return before
-    stem = f"runs/{recipe.name}-{recipe.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"runs/{_run_name(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         path = Path(stem if number == 1 else f"{stem}-{number}")
         try:

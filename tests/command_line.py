@@ -16,8 +16,9 @@ from pathlib import Path
 from tests.warm import Popen, run
 
 PROJECT = Path(__file__).parent.parent
-QUIET = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
 BARE = ["logging.tensorboard=false", "logging.verdict=false"]  # a run of few steps takes half the time without
+WHOLE = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
+QUIET = [*WHOLE, *BARE]
 # What changes a run, and what is read when it is needed.
 AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_(?!DATA$)"
 LATE = f"{AMBIENT}|TRAINER_DATA|FAULTY_|GLOO_|HOME$|MLFLOW_|WANDB_|PATH$|PYTHONPATH$|TORCH_HOME$"

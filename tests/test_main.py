@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import BARE, QUIET, environment, ok, suggested, told_to_type
+from tests.command_line import QUIET, environment, ok, suggested, told_to_type
 from tests.guide import shell
 from trainer import __main__ as cli
 from trainer.cli.known_keys import COMMANDS
@@ -440,7 +440,7 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
     """Neither by a launcher nor by its ranks; and what does lie there is found."""
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
-    words = ["recipe=digits", "max_steps=2", *BARE, *QUIET]
+    words = ["recipe=digits", "max_steps=2", *QUIET]
     done = ok(*words, "mode=ddp", "nproc=2", cwd=tmp_path, python=["-u"])
     assert "the wrong one" not in done.stdout + done.stderr
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):

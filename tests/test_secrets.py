@@ -64,7 +64,7 @@ def test_what_is_a_secret() -> None:
 
 def test_the_environment_s_address_is_stored_nowhere(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    words = ["recipe=digits", "mode=single", "max_steps=4", "logging.mlflow=true", "logging.verdict=false", *QUIET]
+    words = ["recipe=digits", "mode=single", "max_steps=4", "logging.mlflow=true", *QUIET]
     done = ok(*words, env={"MLFLOW_TRACKING_URI": f"http://bob:{MARK}@127.0.0.1:1/"}, cwd=tmp_path)
     assert "logging.mlflow lacks" in done.stdout
     assert MARK not in done.stdout + done.stderr and not told_in(tmp_path, MARK)
@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(16):
         coloured(home / "photos" / ("ant" if number % 2 else "bee") / f"{number}.png", (200 * (number % 2), 50, 90))
     words = ["mode=single", "data.name=imagefolder", f"data.root={home / 'photos'}", "data.image_size=16"]
-    words += ["batch_size=4", "epochs=1", f"data.cache_dir={home / 'cache'}", "logging.verdict=false", *QUIET]
+    words += ["batch_size=4", "epochs=1", f"data.cache_dir={home / 'cache'}", *QUIET]
     ok(*words, f"output={home / 'run'}", cwd=home)
     return home / "run"
 
@@ -101,7 +101,7 @@ def test_files_for_others_tell_nothing_of_this_machine(run: Path, tmp_path: Path
 
 def test_a_run_that_has_stored_a_password_goes_on_without_it(tmp_path: Path) -> None:
     """As older versions did."""
-    words = ["recipe=digits", "mode=single", "epochs=2", "logging.verdict=false", *QUIET, f"output={tmp_path / 'run'}"]
+    words = ["recipe=digits", "mode=single", "epochs=2", *QUIET, f"output={tmp_path / 'run'}"]
     ok(*words)
     tree = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     tree["logging"]["mlflow"] = ADDRESS

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import BARE, PROJECT, QUIET, digest, losses, ok, result, torchrun, trainer
+from tests.command_line import PROJECT, QUIET, digest, losses, ok, result, torchrun, trainer
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
 from trainer.data.photos.contact_sheet import FILE
@@ -13,7 +13,7 @@ from trainer.data.photos.contact_sheet import FILE
 COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}
 WORDS = [
     *("model.name=cnn", "batch_size=8", "augment.crop=resized", "data.image_size=32", "data.workers=2"),
-    *("seed=3", "augment.hflip=0.5", *BARE, *QUIET),
+    *("seed=3", "augment.hflip=0.5", *QUIET),
 ]
 
 

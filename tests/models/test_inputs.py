@@ -46,7 +46,7 @@ def test_weights_of_ones_own_take_the_place_of_published_ones(tmp_path):
     assert load("finetune", "model.init_from=x").model.weights is None
     photos = photo_set(tmp_path / "photos", {"a": 8, "b": 8})
     words = ["recipe=finetune", "model.name=cnn_gn", "mode=single", f"data.root={photos}", "data.workers=0", "epochs=1"]
-    words += ["batch_size=4", "schedule.warmup_epochs=0", "threads=1", "logging.verdict=false", *QUIET]
+    words += ["batch_size=4", "schedule.warmup_epochs=0", "threads=1", *QUIET]
     ok(*words, "model.weights=null", "data.image_size=16", "data.mean=[0.4,0.4,0.4]", f"output={tmp_path / 'one'}")
     said = ok(*words, f"model.init_from={tmp_path / 'one'}", f"output={tmp_path / 'two'}").stdout
     assert "3 x 16 x 16" in said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.command_line import QUIET, losses, ok, trainer
+from tests.command_line import WHOLE, losses, ok, trainer
 from tests.contexts import mode_of
 from tests.training.test_resume_modes import kill, newest
 from tests.training.test_training import same_run
@@ -20,7 +20,7 @@ from trainer.telemetry.events import curves_of
 
 ROUNDING = 2.0**-9  # of a number to bf16, relative; losses follow weights, which sums of gradients change
 TRAINED = ["recipe=digits", "batch_size=60", "schedule.warmup_epochs=0"]
-TRAINED += ["augment.crop=none", "epochs=1", "max_steps=20", "threads=1", "timeout=60", "logging.verdict=false", *QUIET]
+TRAINED += ["augment.crop=none", "epochs=1", "max_steps=20", "threads=1", "timeout=60", *WHOLE]
 CNN = ["model.name=cnn_gn", "optimizer.lr=0.01"]
 
 # A model with a layer that no pass uses, and what each rank got in each step and ends with.

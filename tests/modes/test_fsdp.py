@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from tests import warm
-from tests.command_line import PROJECT, QUIET, environment, losses, ok, result
+from tests.command_line import PROJECT, QUIET, WHOLE, environment, losses, ok, result
 from tests.models import test_families, test_timm_zoo
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
@@ -67,7 +67,7 @@ def test_the_host_holds_shards_of_several_processes(words, count, told):
 
 
 def test_on_the_cpu_nothing_is_moved_and_that_is_said(tmp_path):
-    words = ["recipe=digits", "model.name=mlp", "max_steps=4", *QUIET, *EXACT["fsdp"], "logging.verdict=false"]
+    words = ["recipe=digits", "model.name=mlp", "max_steps=4", *QUIET, *EXACT["fsdp"]]
     ok(*words, f"output={tmp_path / 'plain'}")
     said = ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}").stdout
     assert "fsdp.offload moves nothing" in said
@@ -89,7 +89,7 @@ def test_shards_go_on_in_any_other_layout(tmp_path):
 
 def test_ranks_with_unequal_rows_measure_their_communication_alike(tmp_path):
     """Ten classes over four ranks: 3, 3, 3 and 1."""
-    words = ["recipe=digits", "model.name=mlp", "max_steps=8", *QUIET, *EXACT["fsdp 4"]]
+    words = ["recipe=digits", "model.name=mlp", "max_steps=8", *WHOLE, *EXACT["fsdp 4"]]
     ok(*words, f"output={tmp_path / 'run'}")
     assert result(tmp_path / "run")["verdict"]["bound"]
 

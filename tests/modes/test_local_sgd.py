@@ -298,7 +298,7 @@ def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
     assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
 
 
-SHORT = [*DATA, "data.samples=192", "batch_size=32", "epochs=2", "logging.verdict=false", *QUIET]  # 6 steps an epoch
+SHORT = [*DATA, "data.samples=192", "batch_size=32", "epochs=2", *QUIET]  # 6 steps an epoch
 SHORT += ["local_sgd.every=4", *OUTER]
 LOCAL = [*SHORT, "mode=local_sgd"]
 

@@ -269,7 +269,7 @@ def in_turn(jobs, count, folder, timeout):
 
 
 TRAINED = ["batch_size=64", "optimizer.lr=0.01", "schedule.warmup_epochs=0", "augment.crop=none", "max_steps=3"]
-TRAINED += ["threads=1", "timeout=60", *QUIET, "logging.tensorboard=false"]
+TRAINED += ["threads=1", "timeout=60", *QUIET]
 
 
 def pairs_job(option, column, folder):

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result
+from tests.command_line import WHOLE, losses, ok, result
 from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe.checks import refused_schedules
@@ -19,7 +19,7 @@ from trainer.telemetry.events import curves_of
 FP32 = 1e-5  # relative; sums in another order differ by 1e-7 at first
 SMALL = ["recipe=digits", "data.name=synthetic", "data.val_samples=90", "data.image_size=8", "data.channels=1"]
 SMALL += ["batch_size=64", "ema=0.9", "augment.crop=none"]
-SMALL += ["schedule.warmup_epochs=0", "save.every_epochs=1", "logging.verdict=false", *QUIET]
+SMALL += ["schedule.warmup_epochs=0", "save.every_epochs=1", "logging.verdict=false", *WHOLE]
 SHALLOW = ("model.name=cnn_gn", "optimizer.lr=0.01")
 DEEP = ("model.name=vit_tiny", "optimizer.lr=0.1")  # which can be cut into eight stages
 TWICE = ("data.samples=640", "epochs=2")  # 10 steps, an evaluation and a checkpoint, and the same again

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 import trainer as package
-from tests.command_line import BARE, PROJECT, QUIET, losses, ok, trainer
+from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer.commands.compare.entries import entries
 from trainer.recipe import load, versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
@@ -103,7 +103,7 @@ def test_what_is_done_instead_trains_the_same(mode, tmp_path):
     """Below 2.12 the first stage's check and below 2.13 buffers are told otherwise: newer versions take both."""
     says = "from trainer.recipe import versions\nversions.installed = lambda name: '2.11.0'\n"
     (tmp_path / "says_older.py").write_text(says)
-    words = ["recipe=digits", f"mode={mode}", "nproc=2", "model.name=cnn", "max_steps=3", *BARE, *QUIET]
+    words = ["recipe=digits", f"mode={mode}", "nproc=2", "model.name=cnn", "max_steps=3", *QUIET]
     words += ["pipeline.microbatches=4"] if mode == "pipeline" else []
     ok(*words, f"output={tmp_path / 'now'}")
     older = {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}

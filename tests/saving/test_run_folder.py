@@ -17,7 +17,7 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from PIL import Image
 
-from tests.command_line import BARE, QUIET, environment, free_port, ok, result, steps, trainer
+from tests.command_line import QUIET, environment, free_port, ok, result, steps, trainer
 from tests.warm import Popen, run
 from trainer.commands.evaluate import evaluate_run
 from trainer.errors import FolderInUseError, RecipeError, SetupError
@@ -324,7 +324,7 @@ def test_replacing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):
 def at_work(folder):
     """A run that saves every ten steps and has saved once."""
     words = ["recipe=digits", "mode=single", "model.name=cnn", "devices=[cpu]", "epochs=4000", "save.every_steps=10"]
-    words += [*QUIET, "logging.tensorboard=false", "resume=auto", f"output={folder}"]
+    words += [*QUIET, "resume=auto", f"output={folder}"]
     run = Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=DEVNULL, stderr=PIPE, text=True)
     try:
         wait_for_more(folder)
@@ -404,7 +404,7 @@ def test_a_group_shares_a_folder_as_the_umask_says(tmp_path):
 def test_a_requeued_job_continues_its_own_folder(tmp_path):
     """On another node, without resume=auto, below runs/ and in a folder that is named; another step begins anew."""
     words = ["recipe=digits", "model.name=mlp", "mode=single", "max_steps=20", "save.every_steps=5"]
-    words += [*BARE, *QUIET]
+    words += [*QUIET]
     (tmp_path / "d[1].yaml").write_text("extends: digits\n")
     words[0] = "recipe=d[1].yaml"
     job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}

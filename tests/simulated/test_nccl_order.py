@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from trainer.errors import RecipeError
 from trainer.modes import data_shard
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.torch_schedules import holders
+from trainer.modes.pipeline.tuning import Plan
 from trainer.recipe import load
 from trainer.recipe.checks import microbatch_counts
 from trainer.recipe.versions import torch_has
@@ -163,7 +163,8 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
 
     def run(world):
         strategy = mode_of(wanted, world, (m, 4))
-        strategy.plan, strategy.pipe_group = SimpleNamespace(microbatches=m), None
+        strategy.assign_stages(Plan(("",) * (ranks * virtual - 1), m, schedule))
+        strategy.pipe_group = None
         strategy.stages = {stage: nn.Identity() for stage in strategy.mine}
         strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.mine}
         strategy.ranks = ranks if waves else m + 1  # one wave of all micro-batches

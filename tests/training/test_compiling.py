@@ -11,7 +11,7 @@ from tests.command_line import QUIET, losses, ok, result, trainer
 
 WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
 WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0"]
-WORDS += ["logging.verdict=false", "logging.tensorboard=false", *QUIET]
+WORDS += [*QUIET]
 CUT = ["pipeline.cuts=[4]", "pipeline.microbatches=2"]
 ALL_ON = ["accumulate=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1"]
 WAYS = {

@@ -9,13 +9,13 @@ import pytest
 from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
-from tests.command_line import BARE, QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured
 from trainer.recipe import load
 
 EACH = 30  # photos of each of the ten classes
 TURNED = {1: 0, 3: 180, 6: 90, 8: -90}  # how a camera lies for each orientation, in degrees
-PLAIN = ["mode=single", "threads=1", *BARE, *QUIET]
+PLAIN = ["mode=single", "threads=1", *QUIET]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
-from tests.command_line import QUIET, ok, result
+from tests.command_line import QUIET, WHOLE, ok, result
 from tests.pages import GUIDE
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.telemetry.clocks import Speed, StepTime, Throughput
@@ -20,7 +20,7 @@ def test_the_guide_lists_the_keys():
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):
-    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=4", *QUIET]
+    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=4", *WHOLE]
     ok(*words, f"output={tmp_path / 'run'}")
     found = result(tmp_path / "run")
     assert found.keys() == Result.__required_keys__ | OF_CLASSIFICATION

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import BARE, QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from tests.training.test_training import PLUGIN, same_run
 
 # ------------------------------------------------------------------------------------- from mode to mode
 
 EPOCH = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "optimizer.lr=0.001", "schedule.warmup_epochs=0"]
-EPOCH += ["augment.crop=none", "ema=0.9", "epochs=1", "timeout=60", *BARE, *QUIET]  # 22 steps, with momentum
+EPOCH += ["augment.crop=none", "ema=0.9", "epochs=1", "timeout=60", *QUIET]  # 22 steps, with momentum
 MODES = {
     "single": ["mode=single"],
     **{name: EXACT[name] for name in ("dp", "ddp", "split", "streams", "1f1b")},

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import BARE, QUIET, ok, trainer
+from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
 from tests.data.shards.making import jpeg, tarred, with_classes
 from tests.worlds import on_ranks
@@ -68,7 +68,7 @@ def photos_of(root, counts):
 def half_done(root, output, *words, name="imagefolder", mode=("mode=single",), **env):
     """A run of four epochs that ended after two."""
     words = [*mode, f"data.name={name}", f"data.root={root}", "batch_size=4", "epochs=4", *words]
-    words += [f"output={output}", *BARE, *QUIET]
+    words += [f"output={output}", *QUIET]
     assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7", **env}).returncode
     assert (output / "checkpoints").is_dir()
     return [*words, "resume=auto"]

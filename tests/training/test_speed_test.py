@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.command_line import BARE, QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from trainer.models.memory import USABLE
 from trainer.processes.rank import Place
 from trainer.processes.world import World
@@ -54,7 +54,7 @@ def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch
 
 @pytest.mark.parametrize("mode", [["mode=single"], ["mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn"]])
 def test_a_run_out_of_memory_says_what_takes_it_and_a_key_that_works(mode, tmp_path):
-    words = ["recipe=digits", *mode, "max_steps=3", *BARE, *QUIET]
+    words = ["recipe=digits", *mode, "max_steps=3", *QUIET]
     done = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
     assert done.returncode == 6 and "weights, gradients and optimizer " in done.stderr, done.stderr
     assert ("batch of 96 " in done.stderr) == (mode == ["mode=single"])

@@ -23,12 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.command_line import QUIET, environment, losses, ok, result, steps, torchrun, trainer
+from tests.command_line import QUIET, WHOLE, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
 
-SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *QUIET]
+SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.command_line import BARE, QUIET, ok
+from tests.command_line import QUIET, ok
 from tests.data.photos.test_decoding import exif
 from tests.data.photos.test_lazy_images import scene
 from tests.guide.documents import blocks
@@ -44,10 +44,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image.save(folder / f"{number}.jpg", exif=exif((1, 6, 3)[number % 3]))
         image.convert("L").save(folder / "gray.png")
     words = ["recipe=finetune", "data.root=photos", "model.weights=null", "data.image_size=80", "mode=single"]
-    ok(*words, "epochs=2", "batch_size=4", *BARE, *QUIET, "output=runs/first", cwd=home)
+    ok(*words, "epochs=2", "batch_size=4", *QUIET, "output=runs/first", cwd=home)
     words = ["checkpoint=runs/first", "data.root=photos", "predict.format=jsonl", "output=labels"]
     ok("predict", *words, "devices=[cpu]", cwd=home)
-    words = ["recipe=digits", "model.name=fast_cnn_small", "mode=single", "max_steps=2", *BARE, *QUIET]
+    words = ["recipe=digits", "model.name=fast_cnn_small", "mode=single", "max_steps=2", *QUIET]
     ok(*words, "output=digits", cwd=home)
     return home
 

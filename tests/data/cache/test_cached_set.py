@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import BARE, QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, losses, ok, result, trainer
 from tests.data.photo_folders import opened, photo
 from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached, cached_set, homes
@@ -33,7 +33,6 @@ def photos(tmp_path):
 def words_for(photos, *more):
     words = ["mode=single", "model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=44"]
     words += ["augment.crop=resized", "batch_size=8", "epochs=2", f"data.cache_dir={photos.parent / 'cache'}", *QUIET]
-    words += BARE
     given = {word.partition("=")[0] for word in more}
     return [*(word for word in [*words, "data.workers=1"] if word.partition("=")[0] not in given), *more]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import BARE, QUIET, ok, result
+from tests.command_line import QUIET, ok, result
 from trainer.data import open_datasets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
@@ -263,7 +263,7 @@ def test_large_photos_of_a_table_are_learned_by_workers(mode, tmp_path):
     (tmp_path / "photos" / "labels.csv").write_text("\n".join(["file,labels", *rows]))
     words = ["data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.labels=labels.csv", "data.workers=1"]
     words += ["task.name=multilabel", "model.name=cnn_gn", "data.image_size=72", "batch_size=8", "epochs=8"]
-    words += ["optimizer.name=adamw", "optimizer.lr=0.01", *mode, *BARE, *QUIET, "save.every_epochs=8"]
+    words += ["optimizer.name=adamw", "optimizer.lr=0.01", *mode, *QUIET, "save.every_epochs=8"]
     ok(*words, f"output={tmp_path / 'run'}")
     found = result(tmp_path / "run")
     assert found["best_f1"] > 0.9 and found["data"]["val_samples"] == 9 and "val_top1" not in found

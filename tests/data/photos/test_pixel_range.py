@@ -261,7 +261,7 @@ def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_
         for number in range(4):
             tiff(tmp_path / "photos" / name / f"{number}.tif", values(dark, dark + 2000, np.uint16, number))
     words = ["data.name=imagefolder", "data.root=photos", "data.image_size=16", "model.name=mlp", "batch_size=2"]
-    words += ["mode=single", "epochs=2", "logging.verdict=false", "save.every_epochs=1", "output=run", *QUIET]
+    words += ["mode=single", "epochs=2", "save.every_epochs=1", "output=run", *QUIET]
     ok(*words, "data.pixel_range=[0,65535]", cwd=tmp_path)
     (tmp_path / "run" / "result.json").unlink()
     stored = (tmp_path / "run" / "recipe.yaml").read_text()

@@ -84,12 +84,17 @@ class ProcessPipeline(Staged):
             for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
         ]
 
-    def build(self, traced: Traced, plan: Plan) -> None:
-        self._deferred.clear()
-        self.stages.clear()
+    def assign_stages(self, plan: Plan) -> None:
+        """Which ranks of a replica hold which stages."""
+        self.plan = plan
         self.holders = ranks_of_stages(plan.schedule, self.ranks, plan.stages // self.ranks)
         self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
         self.last = plan.stages - 1
+
+    def build(self, traced: Traced, plan: Plan) -> None:
+        self._deferred.clear()
+        self.stages.clear()
+        self.assign_stages(plan)
         everything = traced.stages(plan.cuts)
         samples = self._samples(everything, self.pipe.rows // plan.microbatches)
         for index in self.mine:

@@ -115,7 +115,7 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
 
 # Conditions that ask for CUDA and do not come out so here, each with its reason.
 ELSEWHERE = {
-    "commands/sweep/space.py Places.of: name != 'cpu'": "one trial a card: tests/commands/sweep/test_sweep.py",
+    "commands/sweep/space.py Places.of: name != 'cpu'": "one trial a card: tests/commands/sweep/test_space.py",
     "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
     "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",

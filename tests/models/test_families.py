@@ -75,7 +75,6 @@ RANKS = ["mode=pipeline", "pipeline.schedule=1f1b", "nproc=2", "pipeline.microba
 DDP = ["mode=ddp", "nproc=2"]
 PLAIN = ["data.name=synthetic", "data.samples=8", "data.val_samples=6", "model.num_classes=3", "batch_size=4", *QUIET]
 PLAIN += ["epochs=2", "optimizer.lr=0.001", "optimizer.momentum=0", "threads=1"]
-PLAIN += ["logging.verdict=false", "logging.tensorboard=false"]
 
 
 @pytest.fixture

@@ -322,7 +322,6 @@ def test_published_weights(tmp_path, photos):
     [
         (["checkpoint=nowhere"], 4, "'nowhere' is not there, nor runs/nowhere: "),
         (["model.name=resnet18"], 2, "predict needs a model and images"),
-        ([], 2, "predict what?"),
         (["model.name=resnet50", "model.weights=NEW", "data.root=."], 2, "IMAGENET1K_V1"),
         (["model.name=resnet05", "model.weights=DEFAULT", "data.root=."], 2, "did you mean resnet50"),
         (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),

@@ -6,8 +6,11 @@ gradients of inputs and of weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+LIMITS = 8  # of how many micro-batches may be under way, that an order is tried with
 
 
 class Action(NamedTuple):
@@ -50,56 +53,53 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
 def as_ready(holders: Sequence[int], stages: Sequence[tuple[float, float]], microbatches: int) -> list[list[Action]]:
     """Each worker's actions if it always does what is ready: forward passes first, those of its last stage before all.
 
-    List scheduling (Graham 1966) on the stages' seconds. Of the numbers of micro-batches that may be under way at once,
-    the one with the shortest step; where others come within 1 %, the least. A stage takes micro-batches in their order,
-    so that sums do not depend on the seconds.
+    List scheduling (Graham 1966) on the stages' seconds. Of a few numbers of micro-batches that may be under way at
+    once, the one with the shortest step; where others come within 1 %, the least. A stage takes micro-batches in their
+    order, so that sums do not depend on the seconds.
 
     Args:
         holders: which worker holds each stage.
         stages: seconds of a micro-batch on each stage, forward and backward.
     """
-    seconds = seconds_of(stages)
-    least = min(microbatches, max(holders) + 1)
-    lengths, listed = {}, {}
-    for limit in range(least, microbatches + 1):
-        spans = _list_schedule(holders, seconds, microbatches, limit)
-        lengths[limit], listed[limit] = max(span.end for span in spans), spans
-    limit = next(limit for limit, length in lengths.items() if length <= 1.01 * min(lengths.values()))
-    workers = range(max(holders) + 1)
-    return [[span.action for span in listed[limit] if span.worker == worker] for worker in workers]
+    workers = max(holders) + 1
+    least = min(microbatches, workers)
+    limits = [*range(least, microbatches, 1 + (microbatches - least) // LIMITS), microbatches]
+    listed = [_list_schedule(holders, stages, microbatches, limit) for limit in limits]
+    lengths = [max(span.end for span in spans) for spans in listed]
+    spans = next(spans for spans, length in zip(listed, lengths, strict=True) if length <= 1.01 * min(lengths))
+    return [[span.action for span in spans if span.worker == worker] for worker in range(workers)]
 
 
 def _list_schedule(
-    holders: Sequence[int], seconds: Mapping[tuple[str, int], float], microbatches: int, limit: int
+    holders: Sequence[int], stages: Sequence[tuple[float, float]], microbatches: int, limit: int
 ) -> list[Span]:
     """What each worker does and when, in the order of begins, with at most `limit` micro-batches under way."""
     last = len(holders) - 1
-    ready: list[dict[Action, float]] = [{} for _ in range(max(holders) + 1)]  # since when, by worker
-    clocks = [0.0] * len(ready)
+    # What is ready, since when: micro-batches become ready in their order. Forward passes of late stages come first.
+    ready = {(kind, stage): deque[tuple[int, float]]() for kind in "FB" for stage in reversed(range(len(holders)))}
+    queues = [[key for key in ready if holders[key[1]] == worker] for worker in range(max(holders) + 1)]
+    clocks = [0.0] * len(queues)
     spans: list[Span] = []
-    for m in range(limit):
-        ready[holders[0]][Action("F", 0, m)] = 0.0
-    while any(ready):
-        begins = {w: max(clocks[w], min(since.values())) for w, since in enumerate(ready) if since}
-        worker = min(begins, key=lambda w: begins[w])
-        begin = begins[worker]
-        action = min(
-            (action for action, since in ready[worker].items() if since <= begin),
-            key=lambda action: (action.kind == "B", -action.stage, action.microbatch),
-        )
-        del ready[worker][action]
-        kind, stage, m = action
-        end = clocks[worker] = begin + seconds[kind, stage]
-        spans.append(Span(worker, action, begin, end))
-        follows = Action(kind, stage + (1 if kind == "F" else -1), m)
-        if kind == "F" and stage == last:
-            follows = Action("B", last, m)
-        elif kind == "B" and stage == 0:
-            if m + limit < microbatches:
-                ready[holders[0]][Action("F", 0, m + limit)] = end
-            continue
-        ready[holders[follows.stage]][follows] = end
-    return spans
+    ready["F", 0].extend((m, 0.0) for m in range(limit))
+    while True:
+        begins = [
+            (max(clocks[worker], min(ready[key][0][1] for key in some)), worker)
+            for worker, keys in enumerate(queues)
+            if (some := [key for key in keys if ready[key]])
+        ]
+        if not begins:
+            return spans
+        begin, worker = min(begins)
+        kind, stage = next(key for key in queues[worker] if ready[key] and ready[key][0][1] <= begin)
+        m, _ = ready[kind, stage].popleft()
+        end = clocks[worker] = begin + stages[stage]["FB".index(kind)]
+        spans.append(Span(worker, Action(kind, stage, m), begin, end))
+        if kind == "F":
+            ready[("B", last) if stage == last else ("F", stage + 1)].append((m, end))
+        elif stage:
+            ready["B", stage - 1].append((m, end))
+        elif m + limit < microbatches:
+            ready["F", 0].append((m + limit, end))
 
 
 def seconds_of(stages: Sequence[tuple[float, float]]) -> dict[tuple[str, int], float]:

@@ -154,9 +154,18 @@ def _planned(
     """
     cuts = cuts_for(traced, recipe.pipeline.cuts, stages, costs)
 
+    holders = ranks_of_stages(schedule, pipe.workers, stages // pipe.workers)
+
     @cache
     def seconds(cuts: tuple[str, ...]) -> float:
         return predict(pipe, microbatches, stage_seconds(traced, cuts, costs), schedule)[0]
+
+    def least(cuts: tuple[str, ...]) -> float:
+        """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
+        work = [0.0] * pipe.workers
+        for holder, passes in zip(holders, stage_seconds(traced, cuts, costs), strict=True):
+            work[holder] += microbatches * sum(passes)
+        return max(work)
 
     before = None
     while recipe.pipeline.cuts == "auto" and cuts != before:
@@ -165,7 +174,9 @@ def _planned(
             low = traced.cuts.index(cuts[first - 1]) + 1 if first else 0
             high = traced.cuts.index(cuts[last + 1]) if last + 1 < len(cuts) else len(traced.cuts)
             places = combinations(traced.cuts[low:high], last + 1 - first)
-            shortest = min(((*cuts[:first], *some, *cuts[last + 1 :]) for some in places), key=seconds)
+            moved = [(*cuts[:first], *some, *cuts[last + 1 :]) for some in places]
+            shorter = [some for some in moved if least(some) * TIE < seconds(cuts)]
+            shortest = min(shorter, key=seconds, default=cuts)
             if seconds(shortest) * TIE < seconds(cuts):
                 cuts = shortest
     return Plan(cuts, microbatches, schedule, tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ())

@@ -163,8 +163,8 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
 
     def run(world):
         strategy = mode_of(wanted, world, (m, 4))
-        strategy.assign_stages(Plan(("",) * (ranks * virtual - 1), m, schedule))
-        strategy.pipe_group = None
+        strategy.plan, strategy.pipe_group = Plan(("",) * (ranks * virtual - 1), m, schedule), None
+        strategy.assign_stages(strategy.plan)
         strategy.stages = {stage: nn.Identity() for stage in strategy.mine}
         strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.mine}
         strategy.ranks = ranks if waves else m + 1  # one wave of all micro-batches

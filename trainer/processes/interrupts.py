@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainer.errors import Preempted
+from trainer.errors import Interrupted, Preempted
 from trainer.processes import early, family, stacks
 from trainer.processes.rank import place
 from trainer.processes.terminal import plain
@@ -219,8 +219,13 @@ def raise_at_ctrl_c() -> None:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Within this block SIGTERM raises `Preempted`, for commands that have children to stop and nothing to save."""
+def what_is_done_is_kept() -> Iterator[None]:
+    """Within this block SIGTERM raises `Preempted`, as Ctrl-C does KeyboardInterrupt: for commands that keep the runs
+    that ended, and go on with the same words.
+
+    Raises:
+        Interrupted, Preempted: one of the two came, with what to type.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Preempted("stopped by SIGTERM")
@@ -228,6 +233,9 @@ def sigterm_raises() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except (KeyboardInterrupt, Preempted) as error:
+        how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
+        raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

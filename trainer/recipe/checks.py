@@ -14,15 +14,9 @@ from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, neighbou
 from trainer.recipe.recipe_files import word_of
 from trainer.recipe.versions import SINCE, installed, torch_has
 
-VIRTUAL = {
-    "interleaved1f1b": 2,
-    "loopedbfs": 2,
-    "interleavedzerobubble": 2,
-    "zbv": 2,
-    "dualpipev": 2,
-    MEASURED: 2,
-}  # a rank
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
+# Stages on each rank, where the schedule has several.
+VIRTUAL = dict.fromkeys(("interleaved1f1b", "loopedbfs", "interleavedzerobubble", *V_SHAPED, MEASURED), 2)
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")  # inputs' and weights' gradients apart
 TWO_PARTS = "backward passes in two parts"  # the row of these schedules in the table of versions
 FEW_IMAGES, ENOUGH_IMAGES = 64, 128  # in a step of one GPU: launching kernels then takes longer than running them

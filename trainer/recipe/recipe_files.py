@@ -207,6 +207,13 @@ def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str,
     return values, rest
 
 
+def positive_integer(key: str, value: int | str | None) -> int | None:
+    """The number of a command's word, None where it was not given. Raises RecipeError for any other value."""
+    if value is not None and (not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1):
+        raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
+    return None if value is None else int(value)
+
+
 def misspelt(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` is with a slip or two, or whose longer half it shares; None where it is only alike.
 

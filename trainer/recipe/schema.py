@@ -198,7 +198,11 @@ class LossRecipe(_Section):
 class PipelineRecipe(_Section):
     """How the stages of a model work; for mode=split and mode=pipeline."""
 
-    schedule: Schedule | None = key(None, "order of the work; null: streams in one process, 1f1b in several", "gpipe")
+    schedule: Schedule | None = key(
+        None,
+        "order of the work; null: streams in one process, else 1f1b, or measured if faster",
+        "gpipe",
+    )
     stages: int | None = key(None, "number of stages; null: one per device or process", 4, ge=2, le=1024)
     virtual_stages: int | None = key(None, "stages on each rank; null: 2 if the schedule has several", 2, ge=1, le=64)
     microbatches: MicroBatches = key("auto", "number of micro-batches; auto measures a few numbers", 8)

@@ -92,6 +92,18 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str
     return lines
 
 
+def markdown_table(rows: Sequence[Sequence[str]], bold: Container[int] = ()) -> list[str]:
+    """The lines of a Markdown table, its head first; the rows `bold`, numbered from 0 below the head, stand out."""
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rest = [[f"**{cell}**" if n in bold and cell else cell for cell in row] for n, row in enumerate(rest)]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest)]
+
+
+def counted(number: int, what: str) -> str:
+    """As in "1 trial" and "1,200 trials"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def parse_memory(word: str) -> int:
     """Bytes of `memory=24GiB`.
 

@@ -6,7 +6,6 @@ Imports: errors, recipe, devices, processes, saving, launch, telemetry, training
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from trainer.launch import launching
 from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.recipe.recipe_files import split_words
+from trainer.recipe.recipe_files import positive_integer, split_words
 from trainer.saving.files import write_atomically
 
 __all__ = ["command", "compare"]
@@ -80,8 +79,8 @@ def compare(
     modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
     _check_kinds(words, sweep, output)
     output = None if output is None else str(output)
-    ranks, measured = _whole("nproc", nproc), _whole("steps", steps)
-    repeats = _whole("repeats", repeats)
+    ranks, measured = positive_integer("nproc", nproc), positive_integer("steps", steps)
+    repeats = positive_integer("repeats", repeats)
     _check_words(recipe, output, resume)
     swept = entries.parse_sweep(sweep) if sweep else None
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
@@ -132,9 +131,3 @@ def _recipe_file(folder: Path, recipe: Recipe) -> str:
     file = folder / f"{recipe.name}.yaml"
     write_atomically(file, recipe.replace(output=None, resume=None).to_yaml())
     return str(file)
-
-
-def _whole(key: str, value: int | str | None) -> int | None:
-    if value is not None and (not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1):
-        raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
-    return None if value is None else int(value)

@@ -105,9 +105,8 @@ def as_markdown(report: ComparisonReport) -> str:
     head, *rest = columns(report.entries)
     head = [cell or "compared" for cell in head]
     lines = [f"### {report.recipe}: {len(rest)} ways compared", "", f"    {report.command}", ""]
-    lines += [_row(head), _row(["---"] * len(head))]
-    for row, cells in zip(report.entries, rest, strict=True):
-        lines.append(_row([f"**{cell}**" if row.disagrees and cell else cell.replace("|", "\\|") for cell in cells]))
+    disagree = [n for n, row in enumerate(report.entries) if row.disagrees]
+    lines += readable.markdown_table([head, *rest], disagree)
     lines += ["", *(f"- {sentence}" for sentence in report.conclusion), "", method(report), ""]
     lines += [f"Machine: {report.machine}."]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
@@ -134,10 +133,6 @@ def spread(mean: float, std: float | None) -> str:
     if std is None:
         return shown
     return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:

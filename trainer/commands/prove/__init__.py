@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from trainer.commands.prove.check_runner import Devices
 from trainer.devices import cards
 from trainer.devices.assignment import present
-from trainer.errors import Interrupted, Preempted, RecipeError, SetupError
+from trainer.errors import RecipeError, SetupError
 from trainer.processes import interrupts, resources
 from trainer.processes.rank import place
 from trainer.recipe.recipe_files import split_words
@@ -42,12 +42,8 @@ def command(words: Sequence[str]) -> int:
     devices = find_devices(options.get("devices"))
     from trainer.commands.prove import proving  # with torch, which a wrong word need not wait for
 
-    try:
-        with interrupts.sigterm_raises():
-            return SetupError.code if proving.prove(devices, float(minutes), options.get("output")) == "wrong" else 0
-    except (KeyboardInterrupt, Preempted) as error:
-        how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
-        raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
+    with interrupts.what_is_done_is_kept():
+        return SetupError.code if proving.prove(devices, float(minutes), options.get("output")) == "wrong" else 0
 
 
 def find_devices(text: str | None) -> Devices:

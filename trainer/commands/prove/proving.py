@@ -33,6 +33,7 @@ from trainer.errors import FolderInUseError, Interrupted, Preempted, RecipeError
 from trainer.processes.terminal import as_typed
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, without_nan, write_atomically
+from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
 HOME = Path("runs/proof")
@@ -180,7 +181,7 @@ class Proving:
             say(f"  {done} of {len(self.checks)} checks are done already")
         if chosen:
             minutes = math.ceil(sum(map(self._takes, chosen)) / 60)
-            say(f"  {counted(len(chosen), 'check')}, about {counted(minutes, 'minute')}")
+            say(f"  {readable.counted(len(chosen), 'check')}, about {readable.counted(minutes, 'minute')}")
         if out := [check.title for check in waiting if check not in chosen]:
             text = f"left out, for which minutes={enough} would do: {'; '.join(out)}"
             say(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
@@ -220,10 +221,6 @@ class Proving:
         say(f"{status}{outcome.line} ({seconds:.0f} s)")
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def write(folder: Path, proof: Proof) -> None:
     """proof.json, proof.md and proof.png, each replaced at once."""
     text = json.dumps(without_nan(proof), indent=2, allow_nan=False)
@@ -239,7 +236,7 @@ def report(folder: Path, proof: Proof) -> None:
             say(f"  WRONG  {row['title']}: {row['line']}")
             say(f"         try: {row['todo'] or ''}")
     if out := proof["counts"].get("left out"):
-        say(f"  {counted(out, 'check')} left out: the same words with more minutes= go on with them")
+        say(f"  {readable.counted(out, 'check')} left out: the same words with more minutes= go on with them")
     if (busy := proof["busy_cores"]) and busy >= BUSY:
         say(f"  other programs kept {busy:.1f} cores busy meanwhile, which makes figures of speed smaller")
     say(f"  report {folder}/proof.md, proof.json, proof.png")

@@ -6,16 +6,15 @@ is kept, and the same words go on after a stop.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace
 from trainer.commands.sweep.sweeping import sweep
-from trainer.errors import Interrupted, Preempted, RecipeError
+from trainer.errors import RecipeError
 from trainer.processes import interrupts
 from trainer.processes.rank import place
 from trainer.recipe import shipped_recipes
-from trainer.recipe.recipe_files import split_words
+from trainer.recipe.recipe_files import positive_integer, split_words
 
 
 def command(words: Sequence[str]) -> int:
@@ -37,23 +36,13 @@ def command(words: Sequence[str]) -> int:
     space = SearchSpace.of(
         options["recipe"],
         rest,
-        repeats=_whole("repeats", options.get("repeats")) or 1,
-        trials=_whole("trials", options.get("trials")),
+        repeats=positive_integer("repeats", options.get("repeats")) or 1,
+        trials=positive_integer("trials", options.get("trials")),
         nproc=options.get("nproc"),
         plugin=options.get("plugin"),
     )
-    try:
-        with interrupts.sigterm_raises():
-            return sweep(space, options.get("output"))
-    except (KeyboardInterrupt, Preempted) as error:
-        how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
-        raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
-
-
-def _whole(key: str, value: str | None) -> int | None:
-    if value is not None and (not re.fullmatch(r"\d{1,6}", value) or int(value) < 1):
-        raise RecipeError(f"{key}={value[:40]} must be a whole number, 1 or more")
-    return None if value is None else int(value)
+    with interrupts.what_is_done_is_kept():
+        return sweep(space, options.get("output"))
 
 
 __all__ = ["command"]

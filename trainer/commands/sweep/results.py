@@ -165,8 +165,8 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
         best = f"trial {done[0].trial}"
         sentences += [
             f"{metric.name} is that of each run's best epoch, on {metric.images}",
-            f"the best of {counted(len(done), 'trial')} was chosen by this figure, which is therefore optimistic: "
-            "images that no trial has seen tell more",
+            f"the best of {readable.counted(len(done), 'trial')} was chosen by this figure, which is therefore "
+            "optimistic: images that no trial has seen tell more",
         ]
     if len(done) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
@@ -180,7 +180,7 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
             sentences.append(f"{best} is shown to be better than {_listed(worse)}")
     for status in ("ended early", "failed"):
         if count := sum(row.status == status for row in rows):
-            sentences.append(f"{counted(count, 'trial')} {status}")
+            sentences.append(f"{readable.counted(count, 'trial')} {status}")
     return sentences
 
 
@@ -190,7 +190,3 @@ def _listed(rows: Sequence[TrialFigures]) -> str:
     if len(numbers) > MOST:
         return f"{len(numbers)} others"
     return f"trial{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -120,6 +120,11 @@ class SearchSpace:
     def seeds(self) -> list[int]:
         return [self.base.seed + repeat for repeat in range(self.repeats)]
 
+    @property
+    def launch_words(self) -> list[str]:
+        """Those that are of no recipe."""
+        return [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(self, key)) is not None]
+
     def combinations(self) -> list[SweepTrial]:
         """Of lists alone: every one, the last key changing fastest."""
         lists = [[(part.key, value) for value in part.ends()] for part in self.dimensions]
@@ -140,7 +145,7 @@ class SearchSpace:
     def typed(self, values: Mapping[str, str]) -> list[str]:
         """What one types to train with a trial's values, on whichever devices there are."""
         shared = [word for word in self.words if not word.startswith(("devices=", "threads="))]
-        more = [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(self, key)) is not None]
+        more = self.launch_words
         if self.base.devices != "auto" and self.base.traits.single_device:
             more.append(f"devices=[{self.base.devices[0]}]")
         return [f"recipe={self.source}", *more, *shared, *(f"{key}={value}" for key, value in values.items())]

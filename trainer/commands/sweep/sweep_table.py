@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.sweep.results import Metric, SweepReport, TrialFigures
@@ -80,18 +79,10 @@ def as_text(report: SweepReport, metric: Metric) -> str:
 
 def as_markdown(report: SweepReport, metric: Metric) -> str:
     """To paste into an issue: command, table, what it says, the winning command, versions."""
-    head, *rest = columns(report, metric)
-    lines = [f"### {report.recipe}: {len(rest)} trials", "", f"    {report.command}", ""]
-    lines += [_row(head), _row(["---"] * len(head))]
-    for position, cells in enumerate(rest):
-        best = position == 0 and report.done
-        lines.append(_row([f"**{cell}**" if best and cell else cell.replace("|", "\\|") for cell in cells]))
+    lines = [f"### {report.recipe}: {len(report.trials)} trials", "", f"    {report.command}", ""]
+    lines += readable.markdown_table(columns(report, metric), [0] if report.done else [])
     lines += ["", *(f"- {sentence}" for sentence in report.conclusion), ""]
     if report.best:
         lines += ["Best:", "", f"    {shlex.join(report.best)}", ""]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
     return "\n".join([*lines, f"Versions: {versions}.", ""])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -15,7 +15,7 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer import tasks
 from trainer.commands.sweep import sweep_pictures, sweep_table
-from trainer.commands.sweep.results import Metric, SweepReport, conclusion, counted, tabulate
+from trainer.commands.sweep.results import Metric, SweepReport, conclusion, tabulate
 from trainer.commands.sweep.sources import Combinations, Sampled
 from trainer.commands.sweep.space import Places, SearchSpace
 from trainer.commands.sweep.trial_runner import TrialOutcome, TrialRun, TrialRunner
@@ -97,8 +97,7 @@ def _changed_settings(before: Any, space: SearchSpace) -> list[str]:
 
 
 def _command(space: SearchSpace, output: str | None) -> str:
-    words = [f"recipe={space.source}", *space.typed_words]
-    words += [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(space, key)) is not None]
+    words = [f"recipe={space.source}", *space.typed_words, *space.launch_words]
     words += [f"trials={space.trials}"] * (space.trials is not None)
     words += [f"repeats={space.repeats}"] * (space.repeats > 1)
     return shlex.join(["python", "-m", "trainer", "sweep", *words, *([f"output={output}"] if output else [])])
@@ -153,9 +152,9 @@ class Sweeping:
         how = " x ".join(f"{len(part.ends())} {part.key}" for part in space.dimensions)
         if space.trials is not None:
             how = "sampled by Optuna: " + ", ".join(map(str, space.dimensions))
-        say(f"sweeping {space.name}: {counted(space.count(), 'trial')}, {how}")
+        say(f"sweeping {space.name}: {readable.counted(space.count(), 'trial')}, {how}")
         seeds = f"{space.repeats} seeds each, " if space.repeats > 1 else ""
-        say(f"  {seeds}{counted(runs, 'run')}, {self.places}")
+        say(f"  {seeds}{readable.counted(runs, 'run')}, {self.places}")
         if space.trials is not None:
             say("  a trial below the median of the others at the same epoch is ended early")
         say(f"  {self.metric.name} on {self.metric.images}")
@@ -174,7 +173,7 @@ class Sweeping:
         if outcome.error is not None:
             news = f"exit {outcome.code}: {outcome.error}"
         elif outcome.early:
-            news = f"ended early after {counted(outcome.epochs, 'epoch')}, {news}"
+            news = f"ended early after {readable.counted(outcome.epochs, 'epoch')}, {news}"
         total, name = self.space.count() * self.space.repeats, run.trial.name
         name += f" seed={seed}" if self.space.repeats > 1 else ""
         say(f"[{self.done}/{total}] {name}: {news}, {seconds:.0f} s{self._left(total)}")

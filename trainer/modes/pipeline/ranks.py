@@ -40,7 +40,6 @@ class ProcessPipeline(Staged):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         recipe, size = self.recipe, self.world.size
-        self.schedule_name = schedule_of(recipe, size)
         self.ranks = ranks_per_pipeline(recipe, size)
         self.replicas = size // self.ranks
         self.pipe_rank = self.world.rank % self.ranks
@@ -68,7 +67,7 @@ class ProcessPipeline(Staged):
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))
-        schedules = [(self.schedule_name, len(holders(self.recipe, self.world.size)))]
+        schedules = [(schedule_of(self.recipe, self.world.size), len(holders(self.recipe, self.world.size)))]
         if self.recipe.pipeline.schedule is None and len(counts) > 1:
             parts = (1, 2) if self.recipe.pipeline.cuts == "auto" else (1,)
             schedules += [(MEASURED, self.ranks * virtual) for virtual in parts]
@@ -86,7 +85,6 @@ class ProcessPipeline(Staged):
 
     def assign_stages(self, plan: Plan) -> None:
         """Which ranks of a replica hold which stages."""
-        self.plan = plan
         self.holders = ranks_of_stages(plan.schedule, self.ranks, plan.stages // self.ranks)
         self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
         self.last = plan.stages - 1

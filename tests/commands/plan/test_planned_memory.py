@@ -1,6 +1,7 @@
 """Bytes on each device of a mode, on disk, and what to change where they are too many."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -177,6 +178,24 @@ def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path
         share = held["whole"] / (recipe.fsdp.shards or count)
         assert held["parameters"] == held["gradients"] <= 1.05 * share and held["optimizer"] <= 2 * 1.05 * share
         assert planned["peak"] == pytest.approx(held["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "piece", "little"), [("vgg11", "classifier.0", True), ("vit_tiny", "encoder", False)]
+)
+def test_what_sharding_gains_and_whether_it_is_needed_is_told(model, piece, little):
+    words = [f"model.name={model}", "optimizer.name=adamw", "batch_size=4", "data.image_size=32"]
+    words += ["devices=[cuda:0,cuda:1,cuda:2,cuda:3]"]
+    whole, beside = plan(recipe_of(*words, "mode=ddp"), nproc=4), CONTEXT + BUFFERS
+    fits = plan(recipe_of(*words, "mode=fsdp"), nproc=4, memory=2 * whole["peak"] + beside)
+    tight = plan(recipe_of(*words, "mode=fsdp"), nproc=4, memory=whole["peak"] + beside - 1)
+    gathered, needed = fits["assumptions"][:2]
+    assert piece in gathered and re.search(r"\b\d+%", gathered) and ("gains little" in gathered) == little
+    assert "mode=ddp fits" in needed and as_size(whole["peak"]) in needed
+    for traffic in (whole["communication"], fits["communication"]):
+        assert as_size(traffic["all_reduce_bytes_per_device"]) in needed
+    assert "does not fit" in tight["assumptions"][1]
+    assert not any("fsdp" in note for note in whole["assumptions"])
 
 
 def test_shards_that_are_too_large_for_their_cards_go_to_the_host():

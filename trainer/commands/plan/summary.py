@@ -26,11 +26,14 @@ from trainer.commands.plan.schedules import Cut
 from trainer.data import Shard, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
+from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.optim.optimization import learning_rate, total_steps
 from trainer.recipe import Recipe, words_of
 from trainer.recipe.checks import refused_schedules, wider_batch
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.telemetry.readable import as_size
+
+MOST = 0.5  # of the weights in one unit of fsdp: with more in one, sharding gains little
 
 
 def summarise(
@@ -85,7 +88,7 @@ def summarise(
         predicted_samples_per_sec=speed,
         commands=commands(recipe, layout, words),
         needs_folder=needs_folder(recipe),
-        assumptions=[*_assumptions(fake, layout, images), *(predicted.assumptions if predicted is not None else ())],
+        assumptions=[*_assumptions(fake, layout, images, room), *(predicted.assumptions if predicted else ())],
         modes=[
             _mode(fake, mode, laid_out, room)
             for mode, laid_out in every_mode(recipe, nproc, layout.kind == "cuda").items()
@@ -199,9 +202,30 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
-def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts) -> list[str]:
+def _sharding(fake: FakeModel, layout: Layout, room: int | None) -> list[str]:
+    """Whether sharding gains much, and whether it is needed."""
+    units = units_of(fake.model)
+    sizes = dict(zip(["what is in no block", *units], unit_sizes(fake.model, units), strict=True))
+    largest = max(sizes, key=lambda name: sizes[name])
+    share = sizes[largest] / max(1, sum(sizes.values()))
+    notes = [f"fsdp gathers {largest} in one piece, {share:.0%} of the weights" + ": it gains little" * (share > MOST)]
+    ddp = Layout(layout.recipe.replace(mode="ddp"), layout.processes, layout.devices)
+    devices = planned_memory.footprint(fake, ddp, None)
+    memory, peak = planned_memory.limit(devices, ddp, room), as_size(planned_memory.fullest(devices))
+    if memory is None:
+        return [*notes, f"mode=ddp would hold {peak} on each device: take it where that fits"]
+    if not planned_memory.fits(devices, memory.bytes, ddp):
+        return [*notes, f"mode=ddp would hold {peak} on each device, which does not fit"]
+    sent, reduced = (_communication(fake, each, None, None).all_reduce_bytes_per_device for each in (layout, ddp))
+    less = f", and sends {as_size(reduced)} a step where fsdp sends {as_size(sent)}" if reduced < sent else ""
+    return [*notes, f"mode=ddp fits too, with {peak} on each device{less}"]
+
+
+def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, room: int | None) -> list[str]:
     """What the figures rest on."""
     recipe, notes = layout.recipe, []
+    if recipe.traits.exchanges == "shards" and layout.processes > 1:
+        notes += _sharding(fake, layout, room)
     if layout.staged and recipe.pipeline.cuts == "auto":
         notes.append("stages are balanced by FLOPs; training measures blocks on its devices and may cut elsewhere")
     if layout.staged and len(layout.microbatches) > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trainer
 from trainer.recipe.key_reference import reference_page, schema_file, schema_text
-from trainer.recipe.traits import readme_table
+from trainer.recipe.traits import modes_table, short_table
 
 GUIDE = Path(trainer.__file__).parent / "guide"
 README = GUIDE.parent.parent / "README.md"
@@ -40,7 +40,8 @@ def _result() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "modes": readme_table,
+    "modes": modes_table,
+    "short": short_table,
     "options": _options,
     "result": _result,
 }

@@ -13,10 +13,12 @@ from tests.pages import GUIDE, README
 
 CONTRIBUTING = PROJECT / ".github" / "CONTRIBUTING.md"
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # for users
-LANGUAGES = ("sh", "sh wrong", "text", "yaml", "python", "mermaid")
+LANGUAGES = ("sh", "sh wrong", "console", "text", "yaml", "python", "mermaid")
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_COMMAND = re.compile(r"(\./launch\.sh|torchrun|python -m (trainer|tests)|python tests/|pip install)\s*\S*")
+_COMMAND = re.compile(
+    r"(\./launch\.sh|torchrun|trainer(?= )|python -m (trainer|tests)|python tests/|pip install)\s*\S*"
+)
 _PLACEHOLDERS = {"COMMAND", "TOPIC", "NAME"}
 
 
@@ -75,13 +77,17 @@ def settings(page: Path) -> list[str]:
 
 @cache
 def commands(page: Path) -> list[Typed]:
-    """Each line of the blocks for a shell, and each command within text and tables, in the page's order."""
+    """Each line of the blocks for a shell, of those with what it prints each after a `$`, and each command within text
+    and tables, in the page's order."""
     found = []
     for block in blocks(page):
         if block.language in ("sh", "sh wrong"):
             text = block.text.replace("\\\n", "\0")
             for number, line in enumerate(text.splitlines(), block.line + 1):
                 found.append(Typed(" ".join(line.replace("\0", " ").split()), page, number, block.language != "sh"))
+        elif block.language == "console":
+            for number, line in enumerate(block.text.splitlines(), block.line + 1):
+                found += [Typed(line[2:], page, number)] if line.startswith("$ ") else []
     text = prose(page)
     for match in _SPAN.finditer(text):
         span = " ".join(match[1].split())

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.command_line import environment, ok
+from tests.command_line import PROJECT, environment, ok
 from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
@@ -32,6 +32,7 @@ from trainer.recipe import load
 from trainer.recipe.reflection import defaults
 from trainer.recipe.search_space import is_swept
 
+PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs
 WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
 FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
@@ -41,6 +42,7 @@ QUICK = ("recipes", "guide", "completion", "version", "help")  # commands that a
 NOT_RUN = {
     "installs software": (
         "git clone URL trainer && cd trainer",
+        "git clone URL trainer && cd trainer && pip install '.[export]'",
         "pip install .",
         "pip install --no-deps .",
         "pip install onnx onnxscript onnxruntime",
@@ -135,6 +137,7 @@ NOT_RUN = {
     "downloads weights": (
         "./launch.sh recipe=finetune data.root=photos",
         "python -m trainer recipe=finetune data.root=photos",
+        "trainer recipe=finetune data.root=photos",
         "./launch.sh recipe=finetune data.name=shards data.root=photos.tar",
         "./launch.sh recipe=finetune data.root=photos data.balance=true",
         "./launch.sh recipe=finetune data.root=photos loss.class_weights=balanced",
@@ -160,6 +163,7 @@ NOT_RUN = {
     "needs packages for ONNX, and test_export.py has it": (
         "./launch.sh export runs/first format=onnx",
         "python -m trainer export runs/first format=onnx",
+        "trainer export runs/first format=onnx",
     ),
     "needs Optuna, and tests/commands/sweep has it": (
         "./launch.sh sweep recipe=digits optimizer.lr=0.001..1 epochs=5 trials=20",
@@ -214,6 +218,7 @@ def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.Capture
     (empty / "runs" / "first" / "recipe.yaml").write_text(load("digits").to_yaml())
     (empty / "photos").mkdir()
     (empty / "photo.jpg").touch()
+    (empty / ".readme").symlink_to(PICTURES)
     wrong = [problem for typed in commands(page) if (problem := at_once(typed, capsys))]
     assert not wrong, "\n".join(wrong)
 
@@ -286,6 +291,7 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
     for block in blocks(page):
         if block.language == "python" and (named := re.match(r"# (\w+\.py)\n", block.text)):
             (folder / named[1]).write_text(block.text)
+    (folder / ".readme").symlink_to(PICTURES)
     text = " ".join(typed.text for typed in commands(page) if typed.text not in WHY)
     if "weights.safetensors" in text:
         script = "import torchvision, safetensors.torch as s; m = torchvision.models.resnet18(num_classes=10); "
@@ -353,11 +359,12 @@ def _recipe(words: list[str], folder: Path) -> str:
 
 
 @pytest.mark.full("trains")
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in ("python", "predict")], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if name(page) in ("README.md", "python", "predict")], ids=name)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
     ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
     for stem in ("photo", "other"):
         Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
+    (tmp_path / ".readme").symlink_to(PICTURES)
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         script = tmp_path / f"{number}.py"
         script.write_text(block.text)

@@ -10,7 +10,7 @@ import pytest
 import trainer
 from tests.pages import GUIDE, README
 from trainer.recipe import MODES, TRAITS, Traits, load
-from trainer.recipe.traits import Mode, readme_table
+from trainer.recipe.traits import Mode, modes_table, short_table
 
 HOME = Path(trainer.__file__).parent
 MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]
@@ -111,6 +111,14 @@ def test_processes(words, processes):
     assert load(None, *words.split()).processes == processes
 
 
-@pytest.mark.parametrize("page", [README, GUIDE / "modes.md"], ids=lambda page: page.name)
-def test_the_readme_and_the_guide_have_this_table(page):
-    assert readme_table() in page.read_text()
+def test_the_readme_and_the_guide_have_their_tables():
+    assert modes_table() in (GUIDE / "modes.md").read_text()
+    assert short_table() in README.read_text()
+
+
+def test_the_short_table_has_a_row_a_mode():
+    first, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in short_table().splitlines()]
+    assert [row[0].strip("`") for row in rows] == [*TRAITS] and {len(row) for row in rows} == {len(first)}
+    assert [row[1] for row in rows] == [
+        "-" if t.reference else "yes" if t.same_maths else "no" for t in TRAITS.values()
+    ]

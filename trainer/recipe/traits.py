@@ -163,13 +163,24 @@ TRAITS: dict[str, Traits] = {
 MODES = tuple(TRAITS)
 
 
-def readme_table() -> str:
-    """The table of modes in README and guide."""
+def modes_table() -> str:
+    """The table of modes in the guide."""
     lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
     for mode, traits in TRAITS.items():
-        same = "-" if traits.reference else "yes" if traits.same_maths else "no"
-        lines += [f"| {' | '.join((*cells, same, when))} |" for *cells, when in _ways(mode, traits)]
+        lines += [f"| {' | '.join((*cells, _same(traits), when))} |" for *cells, when in _ways(mode, traits)]
     return "\n".join(lines)
+
+
+def short_table() -> str:
+    """The table of modes in README: one row a mode, with the first sentence of when to take it."""
+    lines = ["| mode | equals `single` | when |", "| --- | --- | --- |"]
+    for mode, traits in TRAITS.items():
+        lines.append(f"| `{mode}` | {_same(traits)} | {traits.when[-1].partition('. ')[0]} |")
+    return "\n".join(lines)
+
+
+def _same(traits: Traits) -> str:
+    return "-" if traits.reference else "yes" if traits.same_maths else "no"
 
 
 def _ways(mode: str, traits: Traits) -> Iterator[tuple[str, str, str, str]]:

@@ -15,7 +15,7 @@ from trainer.recipe import MODES
 from trainer.telemetry import plots
 from trainer.telemetry.plots import Bar, Panel, Point
 
-BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (CPU stand-in)") for n, mode in enumerate(MODES, 1)]
+BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (on CPU cores)") for n, mode in enumerate(MODES, 1)]
 
 
 @pytest.fixture
@@ -94,7 +94,8 @@ def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
     assert [text.get_text() for text in legend.get_texts()] == list(MODES) and apart(boxes(figure, legend.get_texts()))
     for axes in figure.axes:
         widths = [line.get_linewidth() for line in axes.lines]
-        assert len(widths) == len(MODES) and all(a > b for a, b in pairwise(widths))
+        assert len(widths) == len(MODES) and all(a > b for a, b in pairwise(widths)) and widths[0] <= 3
+        assert {line.get_linestyle() for line in axes.lines} == {"-"}, "dashes are for what was not measured"
         assert axes.get_xlabel() and axes.get_ylabel()
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 FIRST, LAST = "overview/", "z_"
@@ -17,8 +16,6 @@ _MOVED = ("memory/", "pipeline/", "summary/")  # to the end
 # What a run that is continued within an epoch logs anew at its end.
 AT_END = re.compile(r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|part_communication)")
 ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every part of a run tells for itself
-PARTS = ("data", "compute", "bubble", "optimizer")  # of a step, as they are laid on each other, in each mode the same
-EDGES = ("z_step/0", *(f"z_step/{n}_{part}" for n, part in enumerate(PARTS, 1)))
 PICTURES = ("batch as the model sees it", "worst predictions", "confusion matrix", "accuracy a class", "timeline")
 SUMMARY = {"samples_per_sec": "images/s", "step_ms": "step, ms", "hours": "hours"}  # results by tag below summary/
 
@@ -27,29 +24,23 @@ def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
     """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
     front = _front(metric)
     moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
-    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front} | _stacked(values)
+    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
 
 
 def _front(metric: str) -> dict[str, str]:
     """Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common."""
-    wanted = ("train/loss", "val/loss", f"val/{metric}", "speed/samples_per_sec", "speed/val_samples_per_sec")
+    speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
+    wanted = ("train/loss", "val/loss", f"val/{metric}", *speed)
     short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
     return dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
-
-
-def _stacked(values: Mapping[str, float]) -> dict[str, float]:
-    """Upper edges of the parts of a step laid on each other, the first on zero."""
-    if "speed/part_compute_ms" not in values:
-        return {}
-    heights = (values.get(f"speed/part_{part}_ms", 0.0) for part in PARTS)
-    return dict(zip(EDGES, accumulate(heights, initial=0.0), strict=True))
 
 
 def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: bool, pipeline: bool) -> Any:
     """Custom Scalars: rows of charts that answer a question each.
 
     TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same. What
-    not every run has comes last in its row. Its page draws the areas of a row behind the lines.
+    not every run has comes last in its row. There are lines only: areas of several runs would hide each other, and need
+    both of their edges in each run.
 
     Args:
         metrics: the task's, by their names.
@@ -75,19 +66,17 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
     rows = {
         "does it learn": learning,
         "how fast": speed,
-        "where a step's time goes": [_areas(f"a step, ms: {', '.join(PARTS)}, from below", pairwise(EDGES))],
-        "each part of a step": [
+        "where a step's time goes": [
             _lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts
         ],
         "how full": [_lines("peak memory, GiB", "z_memory/peak_gib/.*")],
     }
-    if pipeline:  # all lines of a run have its colour: what was predicted is the other edge of an area
-        measured, predicted = "z_pipeline/bubble_pct", "z_pipeline/bubble_predicted_pct"
-        most = "z_pipeline/bubble_at_most_pct"
+    if pipeline:
         rows["how busy are the stages"] = [
             _lines("stages at work, %", r"z_pipeline/stage\d+_busy_pct"),
-            _areas("bubble measured, %; the area reaches to the predicted one", [(predicted, measured)]),
-            _areas("bubble at most, %, if GPUs waited for launches; from the measured on", [(measured, most)]),
+            _lines("bubble measured, %", "z_pipeline/bubble_pct"),
+            _lines("bubble predicted, %", "z_pipeline/bubble_predicted_pct"),
+            _lines("bubble at most, %, if GPUs waited for launches", "z_pipeline/bubble_at_most_pct"),
         ]
     return _custom_scalars(rows)
 
@@ -98,14 +87,6 @@ def _lines(title: str, *tags: str) -> Any:
 
     content = layout_pb2.MultilineChartContent(tag=[f"{tag}$" for tag in tags])
     return layout_pb2.Chart(title=title, multiline=content)
-
-
-def _areas(title: str, edges: Iterable[tuple[str, str]]) -> Any:
-    """A chart of areas between tags, each (from, to), with a line at the latter."""
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MarginChartContent
-
-    series = [MarginChartContent.Series(value=end, lower=start, upper=end) for start, end in edges]
-    return Chart(title=title, margin=MarginChartContent(series=series))
 
 
 def _custom_scalars(rows: Mapping[str, Sequence[Any]]) -> Any:

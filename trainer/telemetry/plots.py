@@ -14,9 +14,7 @@ from typing import Any
 
 INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
-DASHES: tuple[Any, ...] = (
-    "-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), "-", (0, (3, 1)), (0, (4, 4)), (0, (1, 2)),
-)  # fmt: skip
+THICKEST, THINNEST = 3.0, 1.0  # lines, in points
 MARKERS = "osD^v*PX"
 SMOOTHEST = 400  # points of a curve: what lies closer is averaged
 
@@ -110,7 +108,7 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     A curve of one point is a mark.
     """
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    figure, row = canvas(10.5 if len(panels) > 1 else 8.0, 4.1, len(panels))
+    figure, row = canvas(8.0 if len(panels) == 1 else 5.25 * len(panels), 4.1, len(panels))
     for axes, panel in zip(row, panels, strict=True):
         for name, (x, y) in panel.curves.items():
             style = names.index(name)
@@ -140,7 +138,7 @@ def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: s
     for style, (name, points) in enumerate(series.items()):
         if [point.x for point in points] == [None]:
             (flat,) = points
-            axes.axhline(flat.mean, color=colour(style), linestyle="--", label=name)
+            axes.axhline(flat.mean, color=colour(style), label=name)
             axes.axhspan(flat.mean - flat.std, flat.mean + flat.std, color=colour(style), alpha=0.15, linewidth=0)
             continue
         points = sorted(points, key=lambda point: places[point.x])
@@ -202,8 +200,8 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
 
 
 def _line(style: int, count: int) -> dict[str, Any]:
-    width = 1.6 + 3.0 * (count - 1 - style) / max(1, count - 1) if count > 1 else 2.0
-    return {"color": colour(style), "linestyle": DASHES[style % len(DASHES)], "linewidth": width}
+    thinner = style / (count - 1) if count > 1 else 0.5
+    return {"color": colour(style), "linewidth": THICKEST - (THICKEST - THINNEST) * thinner}
 
 
 def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int, name: str) -> None:
@@ -213,7 +211,6 @@ def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int
         yerr=[point.std for point in points],
         color=colour(style),
         marker=MARKERS[style % len(MARKERS)],
-        linestyle=DASHES[style % len(DASHES)],
         capsize=4,
         label=name or None,
     )

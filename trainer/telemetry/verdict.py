@@ -134,14 +134,16 @@ class Verdict:
     def to_markdown(self) -> str:
         """For TensorBoard's text tab."""
         step = 1e3 * self.step_seconds
-        lines = [self.sentence, "", f"| part of a step ({step:,.{0 if step >= 100 else 1}f} ms) | share |"]
-        lines += ["| --- | ---: |", *_rows(self.step), "", "| part of the run | share |", "| --- | ---: |"]
-        return "\n".join([*lines, *_rows(self.run)])
+        length = f"{step:,.{0 if step >= 100 else 1}f} ms"
+        return "\n".join(
+            [self.sentence, "", f"- a step ({length}): {_listed(self.step)}", f"- the run: {_listed(self.run)}"]
+        )
 
 
-def _rows(parts: Mapping[Any, float]) -> list[str]:
-    """Those that take any time: a mode has no such part else, or it was not told apart."""
-    return [f"| {name} | {share:.1%} |" for name, share in parts.items() if share >= 0.0005]
+def _listed(parts: Mapping[Any, float]) -> str:
+    """Those that take any time, the longest first: a mode has no such part else, or it was not told apart."""
+    longest = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)
 
 
 def shares(measured: StepParts) -> dict[Part, float]:

@@ -131,9 +131,11 @@ def ended_early(run: Run, status: str, reason: str) -> None:
     with dispensable(run.tracker):
         again, words = _next(run, words_of(run.recipe)), reason[:1].upper() + reason[1:]
         advice = (
-            "## How to go on" if status == "preempted" else "## To go on from its newest checkpoint, if there is one"
+            "#### How to go on"
+            if status == "preempted"
+            else "#### To go on from its newest checkpoint, if there is one"
         )
-        page = {f"# {'Stopped' if status == 'preempted' else 'Failed'} at step {run.position.step}": escaped(words)}
+        page = {f"### {'Stopped' if status == 'preempted' else 'Failed'} at step {run.position.step}": escaped(words)}
         tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, run.position.step))
         tracker.show(dashboards.ended(well=False), run.position.step)
 
@@ -149,12 +151,12 @@ def opening(run: Run, words: Sequence[str]) -> str:
     settled = {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
     return _markdown(
         {
-            f"# {run.recipe.name}, {run.recipe.mode}": _list(run.facts),
-            "## What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
-            "## What was left open": _list(settled),
-            "## Machine": _list(_machine(run)),
-            "## If it is interrupted": _commands(_next(run, words)[:1]),
-            "## The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
+            f"### {run.recipe.name}, {run.recipe.mode}": _list(run.facts),
+            "#### What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
+            "#### What was left open": _list(settled),
+            "#### Machine": _list(_machine(run)),
+            "#### If it is interrupted": _commands(_next(run, words)[:1]),
+            "#### The whole recipe": "```yaml\n" + run.recipe.to_yaml() + "```",
         }
     )
 
@@ -166,15 +168,15 @@ def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
     kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
     return _markdown(
         {
-            f"# {title}: {lines[title]}": "\n\n".join(f"{what}: {lines[what]}" for what in kept if what in lines),
-            "## Where the time went": verdict.to_markdown() if verdict is not None else "",
-            "## How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
+            f"### {title}: {lines[title]}": "\n\n".join(f"{what}: {lines[what]}" for what in kept if what in lines),
+            "#### Where the time went": verdict.to_markdown() if verdict is not None else "",
+            "#### How to continue": _commands(_next(run, words_of(run.recipe))[1:]),
         }
     )
 
 
 def _markdown(parts: Mapping[str, str]) -> str:
-    return "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text or title.startswith("# "))
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text or title.startswith("### "))
 
 
 def _commands(commands: Sequence[tuple[str, str]]) -> str:

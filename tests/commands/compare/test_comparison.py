@@ -23,6 +23,7 @@ from trainer.commands import compare
 from trainer.commands.compare import comparing, entries, running
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.entries import parse_sweep
+from trainer.commands.compare.ranking import STAND_IN
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
 from trainer.telemetry.events import read_events
@@ -231,7 +232,8 @@ def test_the_table(machine):
     report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
     assert table["ddp"]["ratio"]["median"] == pytest.approx(1.6, rel=0.02)
     assert len(table["ddp"]["ratio"]["runs"]) == 5 and table["single"]["ratio"] is None
-    assert table["ddp"]["compared"]["verdict"] == "faster" and table["ddp"]["label"] == "CPU stand-in"
+    assert table["ddp"]["compared"]["verdict"] == "faster" and table["ddp"]["label"] == STAND_IN
+    assert any(STAND_IN in sentence and "GPUs" in sentence for sentence in report["conclusion"])
     assert table["dp"]["label"].startswith("pass-through") and table["dp"]["ratio"] is table["dp"]["compared"] is None
     assert table["dp"]["samples_per_sec"]["mean"] > 0 and not any(
         "dp" in (p["first"], p["second"]) for p in report["pairs"]

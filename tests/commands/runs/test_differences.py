@@ -22,8 +22,8 @@ def test_what_differed_and_what_came_of_it(home, tmp_path):
     lines = [line.split() for line in runs.command(["compare", "a", "runs/b"]).splitlines()]
     assert lines[:3] == [["a", "b"], ["model.name", "cnn", "mlp"], ["optimizer.lr", "0.05", "0.2"]]
     assert ["val", "top1", "90.00%", "80.00%"] in lines and ["images/s", "1,234", "50"] in lines
-    assert ["curves:", "compare-a-b.png"] in lines
-    assert (tmp_path / "compare-a-b.png").read_bytes().startswith(b"\x89PNG")
+    assert ["curves:", "runs/compare-a-b.png"] in lines and [*tmp_path.glob("*.png")] == []
+    assert (home / "compare-a-b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_alike_recipes_many_runs_and_names_that_are_alike(home, tmp_path):
@@ -40,7 +40,7 @@ def test_without_curves_the_figures_are_told(home, tmp_path):
     (make(home / "b", curve=False) / "steps.csv").unlink()
     text = runs.command(["compare", "a", "b"])
     assert "(steps.csv: No such file or directory)\n" in text and "no picture: " in text
-    assert [*tmp_path.glob("*.png")] == []
+    assert [*tmp_path.rglob("*.png")] == []
 
 
 def test_a_run_of_one_point_is_drawn_too(home, monkeypatch):
@@ -49,8 +49,10 @@ def test_a_run_of_one_point_is_drawn_too(home, monkeypatch):
     make(home / "long")
     make(home / "short", curve=False)
     runs.command(["compare", "long", "short"])
-    [loss] = [panel for panel in drawn if panel.ylabel == "training loss"]
-    assert list(loss.curves) == ["long", "short"] and len(loss.curves["short"][0]) == 1
+    losses = [panel for panel in drawn if panel.ylabel == "training loss"]
+    assert [loss.xlabel for loss in losses] == ["optimizer steps", "seconds"]
+    for loss in losses:
+        assert list(loss.curves) == ["long", "short"] and len(loss.curves["short"][0]) == 1
 
 
 def test_an_old_recipe_is_compared_by_what_it_says(home):
@@ -77,7 +79,7 @@ def test_a_loss_that_was_no_number(home, last):
         file.write(f"20,1,2.0,{last},0.1,\n")
     text = runs.command(["compare", "a", "b"])
     assert ["status", "failed", "completed"] in [line.split() for line in text.splitlines()]
-    assert "curves: compare-a-b.png" in text
+    assert "curves: runs/compare-a-b.png" in text
 
 
 def test_other_tasks_have_other_figures(home):

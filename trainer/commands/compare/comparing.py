@@ -262,7 +262,7 @@ class Comparison:
             sweep=SweepFigures(self.sweep.key, list(self.sweep.values)) if self.sweep else None,
             entries=rows,
             pairs=pairs,
-            conclusion=[*ranking.conclusion(rows, pairs), *self.others.words()],
+            conclusion=[*ranking.conclusion(rows, pairs), *ranking.explained(rows), *self.others.words()],
             other_programs_cores=self.others.cores(),
             machine=this_machine(),
             versions=runs[0]["versions"] if runs else {},

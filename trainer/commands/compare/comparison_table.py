@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.entries import Entry, Sweep
+from trainer.commands.compare.ranking import STAND_IN
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED, as_typed, styled
 from trainer.saving.files import without_nan, write_atomically
@@ -90,7 +91,7 @@ def as_text(report: ComparisonReport) -> str:
     table = columns(report.entries)
     notes: list[str] = []
     for row, cells in zip(report.entries, table[1:], strict=True):
-        if len(cells[9]) > len("CPU stand-in"):
+        if len(cells[9]) > len(STAND_IN):
             notes.append(f"{row.entry}: {cells[9]}")
             cells[9] = f"exit {row.exit_code}" if row.error else cells[9].partition(":")[0]
     lines = [as_typed(line) for line in readable.table(table, right={2, 5, 6, 7})]

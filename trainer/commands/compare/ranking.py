@@ -14,7 +14,7 @@ from trainer.commands.compare.running import Repeats
 from trainer.commands.compare.significance import Difference
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
-STAND_IN = "CPU stand-in"
+STAND_IN = "on CPU cores"
 NO_DIFFERENCE = "no difference shown"
 
 
@@ -105,6 +105,12 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> li
         return [*sentences, f"{NO_DIFFERENCE} between {_listed(best)}{hint}"]
     several = f", {NO_DIFFERENCE} between them" if len(best) > 1 else ""
     return [*sentences, f"fastest: {_listed(best)}{several}"]
+
+
+def explained(table: Sequence[EntryFigures]) -> list[str]:
+    """What a label of the table means, where it says too little by itself."""
+    marked = any(row.label == STAND_IN for row in table)
+    return [f"rows marked '{STAND_IN}' used these in place of GPUs, on which the order may differ"] * marked
 
 
 def sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:

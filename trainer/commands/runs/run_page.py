@@ -170,7 +170,7 @@ def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool = False) -> str:
-    """What `runs compare` prints; leaves a picture at `output`, or compare-FIRST-SECOND.png in the working folder.
+    """What `runs compare` prints; leaves a picture at `output`, or compare-FIRST-SECOND.png beside the first run.
 
     Raises:
         RecipeError: too many runs, one twice, or a picture's name that is none.
@@ -266,10 +266,11 @@ def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 def _picture(runs: Sequence[RunSummary], names: Sequence[str], output: str | None) -> tuple[Path | None, list[str]]:
     """The picture's path, and what could not be drawn in it."""
-    path = Path(output).expanduser() if output else Path(f"compare-{names[0]}-{names[1]}.png".replace("/", "_"))
+    beside = runs[0].path.parent / f"compare-{names[0]}-{names[1]}.png".replace("/", "_")
+    path = Path(output).expanduser() if output else beside
     if path.suffix.lower() != ".png":
         raise RecipeError(f"output={output} names no picture: write output={path.name or 'curves'}.png")
-    loss: dict[str, Any] = {}
+    loss: dict[str, dict[str, Any]] = {"optimizer steps": {}, "seconds": {}}
     held_out: dict[str, dict[str, Any]] = {}
     missing = []
     for name, run in zip(names, runs, strict=True):
@@ -281,12 +282,14 @@ def _picture(runs: Sequence[RunSummary], names: Sequence[str], output: str | Non
         if bad:
             missing.append(f"{name}: {bad} damaged line{'s' * (bad > 1)} of steps.csv left out")
         if rows:
-            loss[name] = ([float(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows])
+            losses = [float(row["train_loss"]) for row in rows]
+            for axis, key in (("optimizer steps", "step"), ("seconds", "seconds")):
+                loss[axis][name] = ([float(row[key]) for row in rows], losses)
         metric = run.best[0] if run.best else None
         steps, _, values = curves_of(run.path).get(f"val/{metric}", ([], [], []))
         if values:
             held_out.setdefault(str(metric), {})[name] = (steps, values)
-    panels = [plots.Panel(loss, "optimizer steps", "training loss")] if loss else []
+    panels = [plots.Panel(curves, axis, "training loss") for axis, curves in loss.items() if curves]
     panels += [plots.Panel(curves, "optimizer steps", f"held-out {metric}") for metric, curves in held_out.items()]
     if not any(len(x) > 1 for panel in panels for x, _ in panel.curves.values()):
         return None, [*missing, "no picture: neither steps.csv nor TensorBoard's files hold two points of a curve"]

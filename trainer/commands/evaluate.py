@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainer import modes
@@ -73,10 +74,12 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
     found = evaluate(strategy, loader.evaluation(), world)
+    skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
     loader.close()
     if world.is_main:
         told = task.text(metrics_of(found))
         images = f"{found['val_samples']:,} held-out images of {data.name}"
+        images += f"; {skipped:,} more cannot be read" if skipped else ""
         print(as_typed(f"{path}: val {told} on {images}"), flush=True)
     world.barrier()
     world.close()

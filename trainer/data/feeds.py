@@ -203,7 +203,7 @@ class PhotoFeed:
         self.uncached += report.uncached
         if report.end:
             self.close()
-            raise unreadable(*report.failures[0])
+            raise unreadable(report.failures[:1], 1)
         return self._rows if key[1] is None else len(key[2])
 
 

@@ -212,6 +212,7 @@ class Datasets:
     plain: TensorSpec | None = None  # of a sample's inputs where they are not images
     sources: tuple[Any, ...] = ()  # both sets before they were changed to be kept in memory
     split_table: Callable[[], str] | None = None  # the text of a run's split.csv, where the split was drawn here
+    damaged: tuple[tuple[str, str, str], ...] = ()  # files that are skipped: train or val, path, reason
 
     @property
     def inputs(self) -> TensorSpec:

@@ -39,6 +39,10 @@ def _cache(value: Any) -> Any:
     return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value  # YAML's off and on
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML's off
+
+
 def _names(value: Any) -> list[str]:
     """A name or a list of them, as layers 0.3 or 4 have; empty where it holds anything else."""
     names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
@@ -126,6 +130,7 @@ Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength"
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "ram", "disk", "auto"], BeforeValidator(_cache)]
+Check = Annotated[Literal["headers", "full", "off"], BeforeValidator(_off)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]

@@ -12,6 +12,7 @@ from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.kinds import (
     Amount,
     Cache,
+    Check,
     Columns,
     Cuts,
     Decay,
@@ -115,6 +116,9 @@ class DataRecipe(_Section):
     )
     cache_dir: str | None = key(None, "folder of the copies; null: ~/.cache/trainer/cache", "/fast/cache")
     on_error: Literal["stop", "skip"] = key("stop", "when an image cannot be read; skip replaces and counts it")
+    check: Check = key(
+        "headers", "find damaged photos before the first step: by header and end of each file; full decodes all"
+    )
     samples: Positive = key(1024, "training images of data.name=synthetic")
     val_samples: Positive = key(256, "held-out images of data.name=synthetic")
 

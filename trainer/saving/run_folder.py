@@ -148,7 +148,8 @@ class RunFolder(NullFolder):
     def _clear(self) -> None:
         """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next."""
         written = ["recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json"]
-        written += ["timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt", "wandb.json", "mlflow.json"]
+        written += ["skipped.csv", "worst.csv", "timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt"]
+        written += ["wandb.json", "mlflow.json"]
         for path in (path for pattern in written for path in self.path.glob(pattern)):
             with suppress(OSError):
                 path.unlink()

@@ -14,7 +14,7 @@ from trainer.training.run import Run
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
 # Normalization", arXiv:1803.08494, table 2).
 FEW = 16
-WARNINGS = ("warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
+WARNINGS = ("skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
 DETAILS = ("mode", "devices", "held out", "cuts", "readers", "folder")
 ROOM = 3  # lines beside those that every run has
 

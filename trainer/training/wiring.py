@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from trainer import modes, tasks
-from trainer.data import Datasets, Loader, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Loader, damaged, open_datasets, steps_per_epoch
 from trainer.data.cache import cached
+from trainer.data.damaged import without_damage
 from trainer.data.feeds import known_labels
 from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued
 from trainer.data.photos import contact_sheet
@@ -114,6 +115,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     steps = steps_per_epoch(len(data.train), recipe, shard)
     check_same_images(world, data)
     state = resuming.newest(tracker, world, recipe)
+    if state is None:  # a run that goes on has looked
+        data = without_damage(data, recipe, world)
     samples, resized = identified(world, data, state)
     before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
     reasons |= _changes(before, recipe, "by the room on the disk")
@@ -179,6 +182,8 @@ def begin(run: Run, resolved: Resolved) -> None:
     seed_ranks(recipe.seed, run.world.rank)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
+    if data.damaged:
+        tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
     if tracker.path is not None and not run.speed_only:
         with presenting.dispensable(tracker):
             contact_sheet.write(tracker.path, data, recipe)

@@ -31,13 +31,13 @@ from trainer.processes import fork_server
 from trainer.processes.resources import PHOTOS, keep_freed_memory
 from trainer.processes.silence import AwakeClock
 from trainer.saving import locks
-from trainer.telemetry.readable import as_size, duration
-from trainer.telemetry.tracking import bar_kind
+from trainer.telemetry.progress import Progress
+from trainer.telemetry.readable import as_size
 
 LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate size and time, and seconds after which fewer do
 SPARE = 2**28  # bytes that stay free on the disk
 PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EAGAIN}
-POLL, PROGRESS = 0.5, 10.0  # seconds between two checks of others' blocks, and between two lines of progress
+POLL = 0.5  # seconds between two checks of others' blocks
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     absent = missing(packing, home)
     if not absent:
         return
-    progress, since_moved, written = BuildProgress(len(absent), show), AwakeClock(), _drafted(home)
+    progress, since_moved, written = Progress(len(absent), show, "cache", "block"), AwakeClock(), _drafted(home)
     exchanged: set[int] = set()  # blocks whose photos changed meanwhile: these are not cached
     context = fork_server.context("torchvision", "trainer.data.cache.building")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
@@ -98,7 +98,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
                 if done.result() is Made.EXCHANGED:
                     exchanged.add(asked[done])
                 if done.result() is not Made.ELSEWHERE:
-                    progress.one_more()
+                    progress.more()
             before, absent = len(absent), [n for n in missing(packing, home) if n not in exchanged]
             drafts, written = written, _drafted(home)
             if len(absent) < before or written != drafts:
@@ -214,34 +214,3 @@ def _refused(home: Path, error: OSError) -> SetupError | DiskFullError:
             "or take data.cache_format=jpeg, data.cache_dir=FOLDER or data.cache=off"
         )
     return SetupError(f"{home} cannot be written ({reason}); data.cache_dir=FOLDER chooses another folder")
-
-
-class BuildProgress:
-    """Progress of a build, as a bar or lines."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        bar = bar_kind() if show else None
-        self._bar = bar(total=total, unit="block", desc="cache", leave=False) if bar else None
-        self._show, self._total, self._done = show, total, 0
-        self._start = self._printed = time.monotonic()
-
-    def one_more(self) -> None:
-        self.left(self._total - self._done - 1)
-
-    def left(self, count: int) -> None:
-        """So many blocks are missing."""
-        new, self._done = self._total - count - self._done, self._total - count
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(new)
-        elif self._show and now - self._printed > PROGRESS and self._done:
-            self._printed = now
-            seconds = (now - self._start) * count / self._done
-            print(
-                f"  cache: {self._done:,} of {self._total:,} blocks, about {duration(seconds)} left",
-                flush=True,
-            )
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

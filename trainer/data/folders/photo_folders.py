@@ -34,6 +34,7 @@ PHOTO = 224  # pixels along a side to which photos are resized
 LOOKED_AT = 100  # headers of images, to choose a size
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
 LISTED = 12  # classes whose counts are listed in full
+NAMED = 3  # of several images that cannot be read, besides the first
 UNBALANCED = 5  # times as many images as the smallest class
 
 Shape = tuple[int, int, int]  # channels, height, width
@@ -252,7 +253,7 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
             failures[index] = reason(error)
     named = tuple((folder.where(index), failures[index]) for index in sorted(failures))
     if named and recipe.data.on_error == "stop":
-        raise unreadable(*named[0])
+        raise unreadable(named, len(folder))
     rows = np.arange(len(folder))
     if evaluated:
         rows = np.delete(rows, list(failures))
@@ -271,6 +272,12 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
     return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named, where=where)
 
 
-def unreadable(where: str, why: str) -> SetupError:
-    """The error for an image that cannot be read while data.on_error=stop."""
-    return SetupError(f"{where} cannot be read ({why}); remove it or set data.on_error=skip")
+def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:
+    """The error for images that cannot be read, (path, reason), of so many, while data.on_error=stop."""
+    (where, why), *others = failures
+    advice = "remove it or set data.on_error=skip"
+    if others:
+        shown = ", ".join(f"{path} ({reason})" for path, reason in others[:NAMED]) + ", ..." * (len(others) > NAMED)
+        more = f", nor can {len(others):,} more of {count:,}: {shown}"
+        advice = "remove them or set data.on_error=skip, which lists them in skipped.csv"
+    return SetupError(f"{where} cannot be read ({why}){more if others else ''}; {advice}")

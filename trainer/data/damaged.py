@@ -1,0 +1,126 @@
+"""Damaged photos, found before the first step instead of minutes later: a look at the beginning and the end of each
+file, or all of them decoded.
+
+Ranks share the photos, and threads wait for the disk together. What does not look whole is decoded as for evaluation,
+so that no photo is called damaged which could be read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+
+import numpy as np
+from PIL import Image
+
+from trainer.data.encoded import EncodedPhotos, ends, header_file
+from trainer.data.folders.photo_folders import unreadable
+from trainer.data.photos.decoding import formats, reason, without_warnings
+from trainer.data.photos.photo_reader import held_out
+from trainer.data.sets import Datasets, ImageSet
+from trainer.processes.resources import cores
+from trainer.processes.world import PATIENCE, World
+from trainer.recipe import Recipe
+from trainer.saving.files import portable
+from trainer.telemetry.progress import Progress
+
+SKIPPED_FILE = "skipped.csv"  # of a run folder: the damaged photos
+HEADER = ("file", "split", "reason")
+TOGETHER, WAITING = 256, 16  # photos of a piece of work, and threads, which mostly wait for the disk
+JPEG, PNG, WEBP = (b"\xff\xd8", b"\xff\xd9"), (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"), (b"RIFF", b"WEBP")
+
+Damaged = tuple[str, str, str]  # train or val, path, reason
+
+
+def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
+    """The same set, with what was found to be damaged in `damaged` and in a note, the same on every rank. Collective.
+
+    Raises:
+        SetupError: a photo is damaged, and data.on_error=stop.
+    """
+    mine = world.all_or_none(lambda: _look(data, recipe, world), PATIENCE)
+    damaged = tuple(world.broadcast_object(sorted(one for part in world.gather(mine) for one in part)))
+    if not damaged:
+        return data
+    if recipe.data.on_error == "stop":
+        raise unreadable([(path, why) for _, path, why in damaged], len(data.train) + len(data.val))
+    held = sum(split == "val" for split, *_ in damaged)
+    parts = [f"{count:,} {kind}" for count, kind in ((len(damaged) - held, "training"), (held, "held-out")) if count]
+    note = f"{' and '.join(parts)} photos are damaged: see {SKIPPED_FILE}"
+    return replace(data, damaged=damaged, notes={**data.notes, "skipped": note})
+
+
+def table(damaged: Sequence[Damaged]) -> str:
+    """The text of skipped.csv."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(HEADER)
+    lines.writerows((portable(path), split, why) for split, path, why in damaged)
+    return text.getvalue()
+
+
+def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:
+    """What this rank finds in its share; of sets in memory, which every rank has decoded, rank 0 tells."""
+    damaged: list[Damaged] = []
+    shares: list[tuple[str, EncodedPhotos, Sequence[int]]] = []
+    for split, part in (("train", data.train), ("val", data.val)):
+        if isinstance(part, ImageSet) and world.is_main:
+            damaged += [(split, path, why) for path, why in part.failures]
+        elif isinstance(part, EncodedPhotos) and recipe.data.check != "off":
+            share = np.array_split(np.arange(len(part)), world.size)[world.rank].tolist()
+            shares += [(split, part, share[at : at + TOGETHER]) for at in range(0, len(share), TOGETHER)]
+    full = recipe.data.check == "full"
+    threads = max(1, cores() // world.place.local_size) if full else WAITING
+    total = sum(len(share) for *_, share in shares)
+    progress = Progress(total, recipe.logging.progress and world.is_main, "check", "photo")
+    pool = ThreadPoolExecutor(threads)
+    try:
+        with without_warnings():
+            asked = {
+                pool.submit(_unreadable, part, share, data, full): (split, part, len(share))
+                for split, part, share in shares
+            }
+            for done in as_completed(asked):
+                split, part, count = asked[done]
+                damaged += [(split, part.where(index), why) for index, why in done.result()]
+                progress.more(count)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        progress.close()
+    return damaged
+
+
+def _unreadable(part: EncodedPhotos, share: Sequence[int], data: Datasets, full: bool) -> list[tuple[int, str]]:
+    """Those of a share that cannot be read, and why."""
+    damaged = []
+    for index in share:
+        if not full and looks_whole(part.address(index)):
+            continue
+        try:
+            held_out(part.open(index, data.channels)[0], data.image_size)
+        except Exception as error:  # decoders raise anything at all
+            damaged.append((index, reason(error)))
+    return damaged
+
+
+def looks_whole(address: bytes) -> bool:
+    """Whether an image begins and ends as its kind does, or can at least be opened. Of a row of Parquet, which is
+    read by whole groups only, nobody looks."""
+    try:
+        read = ends(address)
+        if read is None:
+            return True
+        first, last, size = read
+        if first.startswith(JPEG[0]):
+            return JPEG[1] in last  # within a JPEG's pixels it cannot be
+        if first.startswith(PNG[0]):
+            return last.endswith(PNG[1])
+        if first.startswith(WEBP[0]) and first[8:12] == WEBP[1]:
+            return int.from_bytes(first[4:8], "little") + 8 <= size
+        with header_file(address) as file, Image.open(file, formats=formats()):
+            return True
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -272,8 +272,17 @@ class Loader:
         batches = self._val.evaluation(self.evaluation_spans)
         if then is not None and isinstance(self._train, PhotoFeed):
             self._train.prefetch_training(then, self._indices(then))
-        for images, labels, count in batches:
-            yield Batch(self._inputs(images), self._targets(labels), count)
+        for (images, labels, count), span in zip(batches, self.evaluation_spans, strict=True):
+            yield Batch(self._inputs(images), self._targets(labels), count, self._samples(range(*span), count))
+
+    def _samples(self, span: range, count: int) -> Sequence[int] | None:
+        """The held-out samples of the batch that was just read, `count` of a span: the others could not be read."""
+        if count == len(span):
+            return span
+        where = getattr(self._datasets.val, "where", None)
+        left_out = {path for path, _ in self._val.failures[count - len(span) :]}
+        samples = [sample for sample in span if where is not None and where(sample) not in left_out]
+        return samples if len(samples) == count else None
 
     def close(self) -> None:
         """End the loader workers."""

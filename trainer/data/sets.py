@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -26,11 +26,13 @@ class Batch:
         targets: (N, ...) as the task wants them: class indices (N,) int64, for example; float32 soft targets under
             mixup and cutmix. Empty on a shard that needs no targets.
         count: rows from `count` on are padding (evaluation only).
+        samples: of the other rows, their indices in the held-out set (evaluation only; None where these are not known).
     """
 
     inputs: Tensor
     targets: Tensor
     count: int
+    samples: Sequence[int] | None = None
 
 
 class TensorSpec(NamedTuple):

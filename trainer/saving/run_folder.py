@@ -200,10 +200,8 @@ class RunFolder(NullFolder):
         old, new = changes[key] if key else (None, None)
         if old is None or new is None or new <= old:
             return ""
-        where, taken = shlex.quote(str(self.path)), 1
-        while os.path.lexists(after := f"{self.path}-longer{taken if taken > 1 else ''}"):
-            taken += 1
-        words = f"recipe={where} model.init_from={where} {key}={new - old} output={shlex.quote(after)}"
+        where = shlex.quote(str(self.path))
+        words = f"recipe={where} model.init_from={where} {key}={new - old} output={free_beside(self.path, 'longer')}"
         done = self.previous_result(lambda text: None).get("status") == "completed"
         first = "" if done else f"end it with python -m trainer recipe={where} output={where} resume=auto; then "
         return f"{first}to train longer, start a run from its weights: type python -m trainer {words}; or else "
@@ -244,6 +242,14 @@ class RunFolder(NullFolder):
                     self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
+
+
+def free_beside(path: Path, ending: str) -> str:
+    """The name of a folder that is not there yet: runs/first-longer, quoted for a shell."""
+    taken = 1
+    while os.path.lexists(name := f"{path}-{ending}{taken if taken > 1 else ''}"):
+        taken += 1
+    return shlex.quote(name)
 
 
 def _run_name(recipe: Recipe) -> str:

@@ -86,6 +86,13 @@ class Task:
         """(N,): how wrong each row is, by which the worst predictions are found. One at a time where `loss` is all."""
         return torch.stack([self.loss(outputs[n : n + 1], targets[n : n + 1]) for n in range(len(outputs))])
 
+    def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """(N,) float64: the probability of each row's one class, by which wrong labels are found; None: it has no such.
+
+        Where it is not None, `ranked` gives probabilities of classes.
+        """
+        return None
+
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """What `metrics` is made of, added up over the rows: tensors of a fixed shape, under names of their own.
 

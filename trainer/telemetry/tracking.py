@@ -49,6 +49,7 @@ class NullTracker:
     def result(self, result: Mapping[str, Any]) -> None: ...
     def remember(self, known: Mapping[str, Any]) -> None: ...
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
+    def replace(self, name: str, text: str) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -214,8 +215,12 @@ class Tracker(NullTracker):
     def keep(self, name: str, text: Callable[[], str]) -> None:
         """A text in the run folder; one that is there already stays."""
         if not (self.path / name).exists():
-            with writing(self.path):
-                write_atomically(self.path / name, text())
+            self.replace(name, text())
+
+    def replace(self, name: str, text: str) -> None:
+        """A text in the run folder, in the place of an earlier one."""
+        with writing(self.path):
+            write_atomically(self.path / name, text)
 
     def flush(self) -> None:
         """Everything logged so far is in its file: a checkpoint is as old."""

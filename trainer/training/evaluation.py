@@ -16,8 +16,9 @@ from trainer.errors import Interrupted, Preempted, TrainerError
 from trainer.modes import Strategy
 from trainer.processes.world import World
 from trainer.tasks import Task
+from trainer.training.wrong_labels import ROWS
 
-WORST, BEST = 16, 3  # samples; predictions of each that are kept
+WORST, BEST = 16, 3  # samples that are shown; predictions of each that are kept
 CLASSES = 256  # up to which every pair is counted
 ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
 
@@ -62,7 +63,7 @@ def evaluate(
     batches: Iterator[Batch],
     world: World,
     boundary: Callable[[int], None] = lambda done: None,
-    look: Callable[[Tensor, Tensor, int], None] = lambda outputs, targets, count: None,
+    look: Callable[[Tensor, Batch], None] = lambda outputs, batch: None,
 ) -> dict[str, float]:
     """The task's metrics of the model as it stands.
 
@@ -71,7 +72,7 @@ def evaluate(
         batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.
         world: sums are added over its ranks, once.
         boundary: called after every batch with the number done.
-        look: called with every batch's outputs, targets and number of real rows, on ranks that have outputs.
+        look: called with every batch and its outputs, on ranks that have outputs.
 
     Returns:
         The task's metrics as val_loss and so on (of a classification the mean cross-entropy, without label smoothing,
@@ -83,7 +84,7 @@ def evaluate(
         outputs = strategy.forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
-            look(outputs, batch.targets, batch.count)
+            look(outputs, batch)
         boundary(done)
     metrics, count = sums.metrics(world)
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}
@@ -99,10 +100,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number)."""
+    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number).
+
+    Attributes:
+        label_probability: None where it has not one class.
+    """
 
     place: int
     loss: float
+    label_probability: float | None
     target: Tensor
     predicted: tuple[tuple[int, float], ...]
 
@@ -115,30 +121,28 @@ class Mistakes:
         hits, counts: of each class, how many of its samples are right, and how many there are.
     """
 
-    def __init__(self, task: Task, spans: Sequence[tuple[int, int]]) -> None:
-        """`spans` are the held-out samples of this rank's batches, (start, stop)."""
-        self.task, self.spans = task, spans
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.pairs: Tensor | None = None
         self.hits: Tensor | None = None
         self.counts: Tensor | None = None
-        self._worst: tuple[Tensor, ...] = ()  # losses, places, targets, and predictions with their numbers
-        self._done = self._rows = 0
+        self._worst: list[tuple[Tensor, ...]] = []  # losses, places, targets, and predictions with their numbers
+        self._kept = self._rows = 0
+        self._most, self._one_class = WORST, False
         self._losses = self._counting = True
         self._each = type(task).losses is not Task.losses
 
-    def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
-        """The next batch; its first `count` rows are real. A user's task that fails is left out."""
-        start, stop = self.spans[self._done]
-        self._done += 1
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """The next batch. A user's task that fails is left out."""
+        count, samples = batch.count, batch.samples
         if not count:
             return
-        outputs, targets = outputs[:count].float(), targets[:count]
+        outputs, targets = outputs[:count].float(), batch.targets[:count]
         if self._counting:
             self._counting = _possible(lambda: self._count(outputs, targets)) is not None
-        named = count == stop - start  # no sample was left out
-        if self._losses and named and (self._each or self._rows < ONE_BY_ONE):
+        if self._losses and samples is not None and (self._each or self._rows < ONE_BY_ONE):
             rows = count if self._each else min(count, ONE_BY_ONE - self._rows)
-            self._losses = _possible(lambda: self._rank(outputs[:rows], targets[:rows], start)) is not None
+            self._losses = _possible(lambda: self._rank(outputs[:rows], targets[:rows], samples[:rows])) is not None
 
     def _count(self, outputs: Tensor, targets: Tensor) -> bool:
         if self.task.reads != "class" or outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
@@ -155,16 +159,25 @@ class Mistakes:
             self.pairs.index_add_(0, targets * classes + best, torch.ones_like(targets))
         return True
 
-    def _rank(self, outputs: Tensor, targets: Tensor, start: int) -> bool:
+    def _rank(self, outputs: Tensor, targets: Tensor, samples: Sequence[int]) -> bool:
         self._rows += len(outputs)
-        losses = self.task.losses(outputs, targets).detach()
-        places = torch.arange(start, start + len(outputs), device=losses.device)
-        predicted, numbers = self._predicted(outputs)
-        fresh = (losses, places, targets, predicted, numbers)
-        whole = tuple(torch.cat(both) for both in zip(self._worst, fresh, strict=True)) if self._worst else fresh
-        keep = whole[0].topk(min(WORST, len(whole[0]))).indices
-        self._worst = tuple(part[keep] for part in whole)
+        probabilities = self.task.label_probabilities(outputs, targets)
+        if probabilities is not None:
+            self._most, self._one_class = ROWS, True
+        losses = (self.task.losses(outputs, targets) if probabilities is None else -probabilities.log()).detach()
+        places = torch.as_tensor(samples).to(losses.device)
+        self._worst.append((losses, places, targets, *self._predicted(outputs)))
+        self._kept += len(outputs)
+        if self._kept > 2 * self._most:
+            self._worst = [self._of_all()]
+            self._kept = len(self._worst[0][0])
         return True
+
+    def _of_all(self) -> tuple[Tensor, ...]:
+        """The worst of those kept, in one piece; of equal ones the first."""
+        whole = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
+        keep = whole[0].nan_to_num(nan=-math.inf).argsort(descending=True, stable=True)[: self._most]
+        return tuple(part[keep] for part in whole)
 
     def _predicted(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         ranked = _possible(lambda: self.task.ranked(outputs))
@@ -174,23 +187,34 @@ class Mistakes:
         return ranked[0][:, :BEST], ranked[1][:, :BEST]
 
     def gathered(self, world: World) -> list[Mistake]:
-        """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective."""
+        """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective.
+
+        They are WORST, and ROWS where each has a probability of its label.
+        """
         mine = None
-        if self._done and (self._worst or self.counts is not None):
+        if self._worst or self.counts is not None:
             counted = [None if part is None else part.cpu() for part in (self.pairs, self.hits, self.counts)]
-            mine = (counted, [part.cpu() for part in self._worst])
+            mine = (counted, [part.cpu() for part in self._of_all()] if self._worst else [], self._one_class)
         parts = [part for part in world.gather(mine) if part is not None]
-        pairs, hits, counts = ([counted[n] for counted, _ in parts if counted[n] is not None] for n in range(3))
+        pairs, hits, counts = ([counted[n] for counted, *_ in parts if counted[n] is not None] for n in range(3))
         self.pairs, self.hits, self.counts = (sum(mistakes) if mistakes else None for mistakes in (pairs, hits, counts))
         if self.pairs is not None:
             self.pairs = self.pairs.view(math.isqrt(len(self.pairs)), -1)
         mistakes = [
-            Mistake(int(place), float(loss), target, tuple(zip(predicted.tolist(), numbers.tolist(), strict=True)))
-            for _, worst in parts
+            Mistake(place, loss, math.exp(-loss) if one_class else None, target, tuple(zip(*predicted, strict=True)))
+            for _, worst, one_class in parts
             if worst
-            for loss, place, target, predicted, numbers in zip(*worst, strict=True)
+            for loss, place, target, *predicted in zip(
+                worst[0].tolist(), worst[1].tolist(), worst[2], worst[3].tolist(), worst[4].tolist(), strict=True
+            )
         ]
-        return sorted(mistakes, key=lambda mistake: -mistake.loss if math.isfinite(mistake.loss) else math.inf)[:WORST]
+        most = ROWS if any(one_class for *_, one_class in parts) else WORST
+        return sorted(mistakes, key=_order)[:most]
+
+
+def _order(mistake: Mistake) -> tuple[float, int]:
+    """The worst first, in the order of their places where they are equal; what is no number last."""
+    return (math.inf if math.isnan(mistake.loss) else -mistake.loss), mistake.place
 
 
 def _possible(ask: Callable[[], Answer]) -> Answer | None:

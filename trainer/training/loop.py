@@ -155,7 +155,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
         run.position = Position(step, epoch + 1, 0)
         return
     last = stopping.may_be_last(run, epoch)
-    mistakes = Mistakes(run.task, run.loader.evaluation_spans) if last and run.recipe.logging.tensorboard else None
+    mistakes = Mistakes(run.task) if last else None
     trained = time.perf_counter()
     with run.ledger.span("evaluation"):
         history.validation = measure(run, mistakes, None if last else epoch + 1)

@@ -27,8 +27,8 @@ from trainer.recipe.recipe_files import word_value
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.verdict import Verdict
-from trainer.training import banner, reporting
-from trainer.training.evaluation import Mistake, Mistakes
+from trainer.training import banner, reporting, wrong_labels
+from trainer.training.evaluation import WORST, Mistake, Mistakes
 from trainer.training.results import Result
 from trainer.training.run import Run
 
@@ -71,10 +71,33 @@ def first_batch(run: Run, batch: Batch) -> None:
 def mistakes(run: Run, collected: Mistakes) -> None:
     """The worst predictions of the last evaluation, and the accuracy of each class. Collective."""
     worst = collected.gathered(run.world)
+    if run.tracker.path is not None and not run.datasets.synthetic and (rows := _rows(run, worst)):
+        run.tracker.replace(wrong_labels.FILE, wrong_labels.table(rows))
     if run.tracker.shows:
         with dispensable(run.tracker):
-            _worst(run, worst)
+            _worst(run, worst[:WORST])
             _classes(run, collected)
+
+
+def _rows(run: Run, worst: list[Mistake]) -> list[wrong_labels.Doubt]:
+    """Of worst.csv; none where samples have not one class."""
+    return [
+        wrong_labels.Doubt(
+            path_of(run, mistake.place),
+            named(run, mistake.target),
+            name(run, mistake.predicted[0][0]),
+            mistake.label_probability,
+            mistake.predicted[0][1],
+        )
+        for mistake in worst
+        if mistake.label_probability is not None and mistake.predicted
+    ]
+
+
+def path_of(run: Run, sample: int) -> str:
+    """A held-out sample's path, or what else tells which it is."""
+    where = getattr(run.datasets.val, "where", None)
+    return f"{run.datasets.name}/val/{sample}" if where is None else str(where(sample))
 
 
 def _worst(run: Run, worst: list[Mistake]) -> None:

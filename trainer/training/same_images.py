@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State
+from trainer.saving.run_folder import free_beside
 from trainer.training.run import Run
 
 AT_ONCE = 2**16  # samples
@@ -233,4 +235,8 @@ def tell_changes(run: Run, state: State) -> None:
     consequences = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
     consequences += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
     consequences += ["the best so far was measured on other images"] * bool(differences["held out"])
+    path = run.tracker.path
+    if state.position.step >= run.total_steps and path is not None:
+        words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
+        consequences += [f"this run is done and trains no more: train on them with python -m trainer {words}"]
     run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")

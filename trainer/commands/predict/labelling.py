@@ -33,12 +33,26 @@ COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.b
 class Labels(NamedTuple):
     """The most probable classes of an image, at most five, with their probabilities; or why there are none.
 
-    Of a regression they are its values.
+    Of a regression they are its values. `label_probability` is that of the class which the image is known to have.
     """
 
     classes: tuple[int, ...]
     probabilities: tuple[float, ...]
     error: str = ""
+    label_probability: float | None = None
+
+
+Known = tuple[Tensor, int | None]  # a prepared image, and its class where that is known
+
+
+class Classified(NamedTuple):
+    """A pass: the best classes of N images and their probabilities, (N, 5), and the (N,) probabilities of their labels,
+    which are 0 where they are not known."""
+
+    classes: Tensor
+    probabilities: Tensor
+    of_labels: Tensor | None
+    labels: list[int | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,8 @@ class Preparation:
 
 
 class Labeller:
-    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`."""
+    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`; or one of
+    these and its class."""
 
     def __init__(
         self,
@@ -104,7 +119,9 @@ class Labeller:
             self._compiled = recipe.predict.batch_size or COMPILED[device.type]
             self.model.compile(dynamic=False)
             blank = torch.zeros(how.channels, how.image_size, how.image_size, dtype=torch.uint8)
-            self._labels(self._classified([self._prepared(blank)]))  # compiles here, where no image's time is counted
+            self._labels(
+                self._classified([(self._prepared(blank), None)])
+            )  # compiles here, where no image's time is counted
 
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
         """Begin to read them; the pool calls this as soon as a batch arrives, while the one before is labelled."""
@@ -115,11 +132,11 @@ class Labeller:
         ready = (item.result() if isinstance(item, Future) else self._tried(item) for item in items)
         rows = self._compiled or len(items)
         results: list[Labels | None] = []
-        images: list[Tensor] = []
+        images: list[Known] = []
         pieces = []
         for image in ready:
             results.append(image if isinstance(image, Labels) else None)
-            if isinstance(image, Tensor):
+            if not isinstance(image, Labels):
                 images.append(image)
             if len(images) == rows:
                 pieces.append(self._classified(images))  # the device begins, and nobody waits for it
@@ -129,9 +146,10 @@ class Labeller:
         good = (labels for piece in pieces for labels in self._labels(piece))
         return [labels if labels is not None else next(good) for labels in results]
 
-    def _tried(self, item: Any) -> Tensor | Labels:
+    def _tried(self, item: Any) -> Known | Labels:
+        item, label = item if isinstance(item, tuple) else (item, None)
         try:
-            return self._prepared(item)
+            return self._prepared(item), label
         except Exception as error:  # decoders raise anything at all
             return Labels((), (), reason(error))
 
@@ -152,8 +170,9 @@ class Labeller:
             item = self.source.read(item, channels)[0]
         return Picture.of(with_channels(item, channels))
 
-    def _classified(self, images: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The best classes and their probabilities, (N, 5) on the device, which may still be computing them."""
+    def _classified(self, known: list[Known]) -> Classified:
+        """On the device, which may still be computing them."""
+        images, labels = [image for image, _ in known], [label for _, label in known]
         count, first = len(images), images[0]
         pinned = self.device.type == "cuda"
         batch = torch.empty(self._compiled or count, *first.shape, dtype=first.dtype, pin_memory=pinned)
@@ -167,15 +186,22 @@ class Labeller:
                 batch = batch.contiguous(memory_format=torch.channels_last)
             precision = AUTOCAST.get(self.recipe.precision)
             with torch.autocast(self.device.type, precision, enabled=precision is not None):
-                outputs = self.model(batch)[:count]
-            return self.task.ranked(outputs.float())
+                outputs = self.model(batch)[:count].float()
+            of_labels = None
+            if any(label is not None for label in labels):
+                targets = torch.tensor([label or 0 for label in labels], device=self.device)
+                of_labels = self.task.label_probabilities(outputs, targets)
+            return Classified(*self.task.ranked(outputs), of_labels, labels)
 
     @staticmethod
-    def _labels(top: tuple[Tensor, Tensor]) -> list[Labels]:
-        rows = zip(top[0].tolist(), top[1].tolist(), strict=True)
+    def _labels(done: Classified) -> list[Labels]:
+        of_labels = done.labels if done.of_labels is None else done.of_labels.tolist()
+        rows = zip(done.classes.tolist(), done.probabilities.tolist(), done.labels, of_labels, strict=True)
         return [
-            Labels(tuple(classes), tuple(numbers)) if all(map(math.isfinite, numbers)) else Labels((), (), NOT_FINITE)
-            for classes, numbers in rows
+            Labels(tuple(classes), tuple(numbers), "", None if label is None or done.of_labels is None else of_label)
+            if all(map(math.isfinite, numbers))
+            else Labels((), (), NOT_FINITE)
+            for classes, numbers, label, of_label in rows
         ]
 
 

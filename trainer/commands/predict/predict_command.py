@@ -195,7 +195,7 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
     def payloads() -> Iterator[Any]:
         for item in inputs.items:
             waiting.append(item)
-            yield item.payload
+            yield item.payload if item.label is None else (item.payload, item.label)
 
     for labels in pool.map(payloads()):
         if isinstance(labels, ItemError):
@@ -233,6 +233,8 @@ def sum_up(
         if 0 < counts["images"] <= FEW:
             print(as_typed("\n".join(rows.answers(final, written.kind, probabilities))), flush=True)
         print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
+        if counts["images"] > FEW and (worst := rows.write_worst(final, written.kind)) is not None:
+            print(as_typed(f"  worst    {worst}: the first labels there are most likely wrong"), flush=True)
     world.barrier()
     world.close()
     _report_failures(counts, final)

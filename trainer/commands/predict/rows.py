@@ -6,6 +6,7 @@ While a rank works its rows are in part-<rank>; at the end rank 0 puts the parts
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 import json
 import os
@@ -27,8 +28,11 @@ from trainer.processes.rank import place
 from trainer.processes.world import World, lost_peers
 from trainer.saving import locks
 from trainer.saving.files import draft_of, put, read_json, remove, write_atomically, writing
+from trainer.training import wrong_labels
+from trainer.training.wrong_labels import Doubt
 
-COLUMNS = ("path", "class", "probability", "top5", "label", "error")  # label: the class that it is known to have
+# label: the class that it is known to have.
+COLUMNS = ("path", "class", "probability", "top5", "label", "label_probability", "error")
 # Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 LONGEST = 2**20  # bytes of a row
@@ -123,6 +127,8 @@ class PartFile:
             names = [self.classes[n] for n in labels.classes]
             top5 = [(name, float(f"{p:.6g}")) for name, p in zip(names, labels.probabilities, strict=True)]
             row |= {"class": top5[0][0], "probability": top5[0][1], "top5": top5}
+            if labels.label_probability is not None:
+                row["label_probability"] = float(f"{labels.label_probability:.6g}")
         self._count(row)
         with self._writing():
             self._file.write(self._line(row))
@@ -167,10 +173,8 @@ class PartFile:
 
 def answers(final: Path, kind: str, probabilities: bool) -> list[str]:
     """A line for each row of a complete file: the image, and its classes with their `probabilities`, or its values."""
-    with final.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        found = [json.loads(line) for line in file] if kind == "jsonl" else [*csv.DictReader(file)]
     lines = []
-    for row in found:
+    for row in _whole(final, kind):
         pairs = row["top5"] or []
         if isinstance(pairs, str):
             pairs = [(name, float(number)) for name, number in TOP5.findall(pairs)]
@@ -181,6 +185,27 @@ def answers(final: Path, kind: str, probabilities: bool) -> list[str]:
         lines.append((row["path"], "  ".join(told[:MOST]) or row["error"]))
     width = max(len(path) for path, _ in lines)
     return [f"{path:{width}}  {told}" for path, told in lines]
+
+
+def _whole(final: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The rows of a complete file."""
+    with final.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        yield from map(json.loads, file) if kind == "jsonl" else csv.DictReader(file)
+
+
+def write_worst(final: Path, kind: str) -> Path | None:
+    """worst.csv beside a complete file, of the rows whose label has a probability; None: there are none."""
+    known = (
+        Doubt(row["path"], row["label"], row["class"], float(row["label_probability"]), float(row["probability"]))
+        for row in _whole(final, kind)
+        if row["label_probability"] not in (None, "")
+    )
+    worst = heapq.nsmallest(wrong_labels.ROWS, known, key=lambda row: row.label_probability)
+    if not worst:
+        return None
+    path = final.with_name(wrong_labels.FILE)
+    write_atomically(path, wrong_labels.table(worst))
+    return path
 
 
 def header(kind: str) -> str:

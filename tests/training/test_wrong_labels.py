@@ -1,0 +1,137 @@
+"""worst.csv: exchanged labels are found, each under the name of its image, on any number of ranks."""
+
+import csv
+import os
+import random
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tests.command_line import QUIET, ok, result
+from trainer.training.wrong_labels import FILE, Doubt, table
+
+COUNT, EXCHANGED = 300, 5
+LEARN = ["recipe=digits", "data.name=imagefolder", "batch_size=24", *QUIET]
+
+
+def read(folder):
+    with (folder / FILE).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def names(rows):
+    return [Path(row["path"]).name for row in rows]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """300 handwritten digits in class folders, five of them in the wrong one; and those five."""
+    root, data, drawn = tmp_path_factory.mktemp("digits") / "photos", load_digits(), random.Random(1)
+    wrong = drawn.sample(range(COUNT), EXCHANGED)
+    for place in range(COUNT):
+        label = int(data.target[place])
+        folder = root / f"digit {(label + drawn.randint(1, 9)) % 10 if place in wrong else label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (255 / 16 * data.images[place]).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{place}.png")
+    return root, {f"{place}.png" for place in wrong}
+
+
+@pytest.fixture(scope="module")
+def run(photos, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    ok(*LEARN, "epochs=15", "mode=single", f"data.root={photos[0]}", f"output={folder}")
+    return folder
+
+
+def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
+    """Of the held-out images in the run's own file, of the training images in that of predict."""
+    done = ok("predict", str(run), "predict.split=train", f"output={tmp_path / 'train'}", "devices=[cpu,cpu]")
+    assert str(tmp_path / "train" / FILE) in done.stdout
+    held, trained = read(run), read(tmp_path / "train")
+    assert len(held) + len(trained) == COUNT and not set(names(held)) & set(names(trained))
+    first = [*names(held)[:3], *names(trained)[:8]]
+    assert photos[1] <= set(first), (photos[1], first)
+    for rows in (held, trained):
+        doubts = [float(row["label_probability"]) for row in rows]
+        assert doubts == sorted(doubts)
+        assert all(os.path.basename(os.path.dirname(row["path"])) == row["label"] for row in rows)
+        assert all(Path(row["path"]).is_file() for row in rows)
+
+
+def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
+    """Every held-out image once, with the same figures."""
+    ok("predict", str(run), f"output={tmp_path / 'val'}", "devices=[cpu]")
+    ok(*LEARN, "epochs=15", "mode=ddp", "nproc=2", f"data.root={photos[0]}", f"output={tmp_path / 'two'}")
+    mine, labelled, two = read(run), read(tmp_path / "val"), read(tmp_path / "two")
+    assert sorted(names(mine)) == sorted(names(two)) == sorted(names(labelled))
+    by_name = {row["path"]: row for row in labelled}
+    for row in mine:
+        same = by_name[row["path"]]
+        assert (row["label"], row["predicted"]) == (same["label"], same["predicted"])
+        assert float(row["label_probability"]) == pytest.approx(float(same["label_probability"]), rel=1e-2)
+    assert [*two[0]] == [*Doubt._fields]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, cores):
+    """Two of a batch that cannot be decoded shift all that come behind them."""
+    root = tmp_path / "photos"
+    for path in sorted(photos[0].rglob("*.png")):
+        part = root / ("val" if int(path.stem) % 4 == 0 else "train") / path.parent.name
+        part.mkdir(parents=True, exist_ok=True)
+        (part / path.name).write_bytes(path.read_bytes())
+    damaged = sorted((root / "val").rglob("*.png"))[1:40:11]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:60])
+    words = ["data.on_error=skip", "data.check=off", "augment.crop=resized", "augment.crop_scale=[0.9,1.0]"]
+    several = ["mode=ddp", "nproc=2"] if cores == 2 else ["mode=single"]
+    ok(*LEARN, *several, *words, "epochs=3", f"data.root={root}", f"output={tmp_path / 'run'}")
+    ok("predict", str(tmp_path / "run"), f"output={tmp_path / 'val'}", "devices=[cpu]")
+    rows, labelled = read(tmp_path / "run"), {row["path"]: row for row in read(tmp_path / "val")}
+    whole = {str(path) for path in (root / "val").rglob("*.png") if path not in damaged}
+    assert {row["path"] for row in rows} == whole == {*labelled}
+    for row in rows:
+        same = labelled[row["path"]]
+        assert (row["label"], row["predicted"]) == (same["label"], same["predicted"])
+        assert float(row["label_probability"]) == pytest.approx(float(same["label_probability"]), rel=1e-2)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_where_a_sample_has_not_one_class_there_is_none(task, tmp_path):
+    root, values = tmp_path / "photos", ["a;b", "a", "b"] if task == "multilabel" else ["1.5", "2", "3"]
+    root.mkdir()
+    with (root / "labels.csv").open("w") as file:
+        file.write("image,label\n")
+        for number in range(30):
+            Image.fromarray(np.full((8, 8), 8 * number, np.uint8)).save(root / f"{number}.png")
+            file.write(f"{number}.png,{values[number % 3]}\n")
+    words = ["recipe=digits", "data.name=imagefolder", f"task.name={task}", "mode=single", "batch_size=8", "epochs=1"]
+    ok(*words, *QUIET, f"data.root={root}", f"data.labels={root / 'labels.csv'}", f"output={tmp_path / 'run'}")
+    ok("predict", str(tmp_path / "run"), "predict.split=train", f"output={tmp_path / 'out'}", "devices=[cpu]")
+    assert not (tmp_path / "run" / FILE).exists() and not (tmp_path / "out" / FILE).exists()
+
+
+def test_a_row_is_a_line_whatever_its_name():
+    rows = [Doubt('a\n"b",\udcff.png', "x,y", "z", 1e-300, 0.123456)]
+    assert table(rows) == ",".join(Doubt._fields) + '\n"a ""b"",\\xff.png","x,y",z,1e-300,0.1235\n'
+
+
+def test_a_finished_run_says_how_to_train_on_corrected_labels(photos, tmp_path):
+    root, words = tmp_path / "photos", [*LEARN, "mode=single", "epochs=1"]
+    shutil.copytree(photos[0], root)
+    ok(*words, f"data.root={root}", f"output={tmp_path / 'run'}")
+    moved = next(iter(photos[1]))
+    at = next(root.rglob(moved))
+    at.rename(next(folder for folder in root.iterdir() if folder != at.parent) / moved)
+    said = ok(*words, f"data.root={root}", f"output={tmp_path / 'run'}", "resume=auto").stdout
+    line = next(line for line in said.splitlines() if "the images changed since then" in line)
+    again = shlex.split(line.partition("python -m trainer ")[2])
+    ok(*again)
+    assert result(tmp_path / "run-again")["steps"] == result(tmp_path / "run")["steps"] > 0
+    assert "the images changed" not in ok(*again, "resume=auto").stdout

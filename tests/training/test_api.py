@@ -126,6 +126,15 @@ def test_a_module_has_the_last_weights_afterwards(tmp_path):
     assert right == pytest.approx(found["val_top1"])
 
 
+@pytest.mark.parametrize("mode", [{"mode": "single"}, {"mode": "ddp", "nproc": 2}])
+def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch, mode):
+    monkeypatch.chdir(tmp_path)
+    found = train(data=(DATA, DATA), **{**SHORT, "model": net(), **mode}, batch_size=20)
+    assert found["recipe"] == "Sequential-TensorDataset"
+    assert Path(found["output"]).name.startswith(f"Sequential-TensorDataset-{mode['mode']}-")
+    assert trainer.load_recipe(model__name="timm:resnet50").name == "timm_resnet50-digits"
+
+
 def test_a_failed_run_leaves_the_module_alone(tmp_path):
     model = net()
     before = model[1].weight.detach().clone()

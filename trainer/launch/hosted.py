@@ -26,7 +26,7 @@ WANTED = "TRAINER_CALLER_WANTS"  # which reports it wants
 POLL = 0.2  # seconds between two checks whether the child lives
 DRAIN = 1.0  # seconds that output may take to arrive after the child's end
 
-Answer = Callable[[dict[str, Any]], bool]  # to a report of rank 0: whether training continues
+Answer = Callable[[dict[str, Any]], dict[str, Any]]  # to a report of rank 0: what the program asks for
 
 
 def train_in_children(
@@ -135,7 +135,7 @@ class _Copy(threading.Thread):
 
 
 class _Server:
-    """Receives the reports of a child's rank 0, and answers whether to continue."""
+    """Receives the reports of a child's rank 0, and answers what its program asks for."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.answer = answer
@@ -173,7 +173,7 @@ class _Server:
                 if not line:
                     return
                 try:
-                    reply: dict[str, Any] = {"go_on": self.answer(json.loads(line))}
+                    reply = self.answer(json.loads(line))
                 except Exception as error:
                     self.raised = error
                     reply = {"raised": f"{type(error).__name__}: {error}"}

@@ -29,7 +29,7 @@ from trainer.recipe.recipe_files import (
     word_value,
 )
 from trainer.recipe.reflection import check_read, defaults, unread
-from trainer.recipe.schema import EXTENDS, Recipe, validated
+from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
 
@@ -99,7 +99,7 @@ def origins(recipe: Source = None, *words: str) -> dict[str, str]:
 
 def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
     """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
-    name, chain = "recipe", list[tuple[str, Any]]()
+    name, chain = NAMELESS, list[tuple[str, Any]]()
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
         name = path.parent.name if path.name == "recipe.yaml" else path.stem
@@ -108,7 +108,7 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
             raise RecipeError(f"recipe={recipe}: {fault}")
         chain[-1] = (name, chain[-1][1])
     elif isinstance(recipe, Recipe):
-        name, recipe = recipe.name, recipe.to_dict()
+        name, recipe = recipe._name, recipe.to_dict()
     elif recipe is not None and not isinstance(recipe, Mapping):
         raise RecipeError(f"a recipe is a name, a YAML file or a dictionary, not {type(recipe).__name__}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,7 @@ Schedule = Literal[
 ]
 
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")  # paths
+NAMELESS = "recipe"  # what messages call a recipe that is no file
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
 EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
 
@@ -343,12 +345,12 @@ class Recipe(_Section):
     deterministic: bool = key(False, "repeat bit for bit on a GPU, with slower kernels")
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
-    _name: str = PrivateAttr(default="recipe")
+    _name: str = PrivateAttr(default=NAMELESS)
 
     @property
     def name(self) -> str:
-        """What this recipe is called: the shipped name or the file's."""
-        return self._name
+        """What this recipe is called: the shipped name or the file's; without one, by its model and data."""
+        return re.sub(r"[^\w.-]", "_", f"{self.model.name}-{self.data.name}") if self._name == NAMELESS else self._name
 
     @property
     def traits(self) -> Traits:

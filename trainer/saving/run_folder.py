@@ -253,8 +253,7 @@ def free_beside(path: Path, ending: str) -> str:
 
 
 def _run_name(recipe: Recipe) -> str:
-    unnamed = re.sub(r"[^\w.-]", "_", f"{recipe.model.name}-{recipe.data.name}")
-    return f"{unnamed if recipe.name == 'recipe' else recipe.name}-{recipe.mode}"
+    return f"{recipe.name}-{recipe.mode}"
 
 
 def _before_restart(recipe: Recipe) -> Path | None:

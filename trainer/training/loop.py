@@ -89,7 +89,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
-        lr = rate(step - 1 - run.shift)
+        lr = history.lr_factor * rate(step - 1 - run.shift)
         for group in groups:
             group["lr"] = lr * group["rate"]
         waited, loss = 0.0, None

@@ -69,7 +69,16 @@ def report_epoch(run: Run, epoch: int, best: bool) -> bool:
         best=best,
         seconds=run.seconds(),
     )
-    return run.callbacks.report(run.world, report)
+    return _asked(run, report)
+
+
+def _asked(run: Run, report: EpochReport | StepReport) -> bool:
+    """Let the program see a report, and do what it asks for; whether training goes on. Collective."""
+    answer = run.callbacks.report(run.world, report)
+    run.history.lr_factor *= answer.lr_factor
+    run.history.logged |= answer.logged
+    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, run.position.step)
+    return answer.go_on
 
 
 def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
@@ -78,7 +87,7 @@ def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, floa
         return True
     speed = images_per_second(run, window)
     report = StepReport(run.position.step, run.total_steps, run.position.epoch + 1, loss, lr, speed)
-    goes_on = run.callbacks.report(run.world, report)
+    goes_on = _asked(run, report)
     run.timer.start()  # the program's time is no step's
     return goes_on
 
@@ -265,6 +274,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "mfu": mfu,
             "pipeline": None,
             "losses": history.losses,
+            "logged": history.logged,
             "seconds": run.seconds(),
             "seconds_in": parts(run),
             "save": saves(run),

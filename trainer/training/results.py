@@ -79,6 +79,7 @@ class Result(Metrics):
         "`stages`, `cuts`, `microbatches`, the bubble and more; null if the model is in one piece",
     ]
     losses: Annotated[list[float], "mean training loss of each epoch"]
+    logged: Annotated[dict[str, float | None], "last values of what your callbacks logged, by name"]
     seconds: Annotated[float, "of the whole run, before and after interruptions"]
     seconds_in: Annotated[
         dict[str, float], "since the last interruption: start-up, steps, evaluation, averaging, saving"

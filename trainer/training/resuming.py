@@ -101,6 +101,8 @@ def _restore(run: Run, state: checkpoint.State) -> None:
     # Before there were tasks, the best was a top-1 accuracy by name.
     run.history = _HISTORY.validate_python({**history, "best": history.get("best", history.get("best_top1"))})
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
+    if run.history.lr_factor != 1:
+        run.tracker.say(f"  learning rate: {run.history.lr_factor:.3g} times the schedule's, as a callback chose")
     was, now = state.facts["topology"], bound_to(run.recipe, run.world)
     if was != {key: now[key] for key in now if key in was}:  # older ones do not tell of stages
         run.tracker.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")

@@ -37,6 +37,8 @@ class History:
     seconds: float = 0.0  # of all its parts up to the checkpoint
     skipped: int = 0  # unreadable images
     uncached: int = 0  # photos that a cache did not give
+    logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
+    lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,18 @@ def test_an_image_is_shown_as_it_is():
     assert image.getpixel((gallery.GAP + 5, gallery.GAP + 5)) == (0, 200, 0)
 
 
+def test_frames_tell_right_from_wrong_and_the_end_of_a_path_is_shown():
+    images = np.zeros((3, 8, 8, 1), dtype=np.uint8)
+    picture = gallery.grid(images, [[("", f"{'a/' * 99}{n}.png")] for n in range(3)], right=[True, False, None])
+    colours = {colour for _, colour in opened(picture).convert("RGB").getcolors(100_000)}
+    assert {*gallery.IN_FRAME.values()} <= colours
+    right, wrong = (gallery.grid(images[:1], [[]], right=[value]) for value in (True, False))
+    for one, colour in ((right, gallery.IN_FRAME[True]), (wrong, gallery.IN_FRAME[False])):
+        assert opened(one).convert("RGB").getpixel((gallery.GAP - 1, gallery.GAP + 5)) == colour
+    cut = gallery.fit_end("a/long/path/to/cat/0123.jpg", 80)
+    assert cut.startswith("…") and cut.endswith("0123.jpg") and gallery.text_width(cut) <= 80
+
+
 def test_a_confusion_matrix_tells_right_from_wrong():
     matrix = np.array([[9, 1], [0, 10]])
     image = opened(gallery.confusion(matrix, ["cat", "dog"])).convert("RGB")

@@ -20,6 +20,7 @@ from trainer.data import Batch
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.training import presenting
+from trainer.training.evaluation import Mistake
 
 SMALL = ["recipe=digits", "model.name=cnn_gn", "epochs=2", "logging.every_steps=2", "logging.warmup_steps=1"]
 SMALL += ["logging.progress=false", "threads=1"]
@@ -278,3 +279,21 @@ class Told:
 )
 def test_a_target_in_words(kind, target, words):
     assert presenting.named(Told(kind(load("digits"), ["cat", "dog"]), ["cat", "dog"]), target) == words
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_worst_prediction_has_its_file_and_its_frame(named, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(presenting, "held_out_pictures", lambda data, places: torch.zeros(len(places), 8, 8, 1))
+    monkeypatch.setattr(
+        presenting.gallery, "grid", lambda images, captions, **words: drawn.update(words, lines=captions)
+    )
+    monkeypatch.setattr(presenting, "_picture", lambda *_: None)
+    val = SimpleNamespace(where=(lambda place: f"photos/cat/{place}.jpg") if named else None)
+    data = SimpleNamespace(classes=("cat", "dog"), name="pets", val=val)
+    task = Classification(load("digits"), ["cat", "dog"])
+    run = SimpleNamespace(datasets=data, task=task, position=SimpleNamespace(step=1))
+    worst = [Mistake(7, 5.0, 0.01, torch.tensor(0), ((1, 0.9),)), Mistake(3, 0.5, 0.6, torch.tensor(1), ((1, 0.6),))]
+    presenting._worst(run, worst)
+    assert drawn["right"] == [False, True]
+    assert [lines[-1][1] for lines in drawn["lines"]] == (["7.jpg", "3.jpg"] if named else ["pets/val/7", "pets/val/3"])

@@ -22,8 +22,10 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 TILE, LARGEST = 72, 128  # pixels of an image's side: tiny ones are enlarged to the first, large ones made smaller
+WIDE_TILE = 200  # of both where words are long
 ROOM, SHEET = 180, 1200  # pixels that a name may take beside a table, and a row of images at most
-GAP, FONT = 8, 12
+GAP, FONT, FRAME = 8, 12, 3
+IN_FRAME = {True: (44, 160, 44), False: (214, 39, 40)}  # green of what is right, red of what is wrong
 INK, GROUND, RIGHT, WRONG = "#222222", "#ffffff", (0, 114, 178), (213, 94, 0)  # Okabe and Ito's blue and vermilion
 WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its sides names
 FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
@@ -58,6 +60,15 @@ def fit(words: str, room: float, end: str = "", size: int = FONT) -> str:
     while words and text_width(words + "…" + end, size) > room:
         words = words[:-1]
     return words + "…" + end
+
+
+def fit_end(words: str, room: float, size: int = FONT) -> str:
+    """Cut the beginning of words, such as a path, so that they take so many pixels."""
+    if text_width(words, size) <= room:
+        return words
+    while words and text_width("…" + words, size) > room:
+        words = words[1:]
+    return "…" + words
 
 
 @cache
@@ -99,7 +110,7 @@ def _drawn(face: Any, letter: str) -> tuple[tuple[int, int], bytes]:
 
 
 Numbers = npt.NDArray[Any]
-Line = tuple[str, str]  # words that may be cut, and an end that is not
+Line = tuple[str, str]  # words that may be cut, and an end that is not; without words the end, cut at its beginning
 
 
 @dataclass(frozen=True)
@@ -110,24 +121,37 @@ class EncodedImage:
     size: tuple[int, int]  # width, height
 
 
-def grid(images: Numbers, captions: Sequence[Sequence[Line]], columns: int = 8, side: int = TILE) -> EncodedImage:
-    """Images (n, H, W, C) uint8, of 1 or 3 channels, in rows, each over its lines of words; small ones near `side`."""
+def grid(
+    images: Numbers,
+    captions: Sequence[Sequence[Line]],
+    columns: int = 8,
+    side: int = TILE,
+    right: Sequence[bool | None] = (),
+) -> EncodedImage:
+    """Images (n, H, W, C) uint8, of 1 or 3 channels, in rows, each over its lines of words; small ones near `side`.
+
+    `right` frames them in green, or red where it is False.
+    """
     height, width = images.shape[1:3]
-    scale = min(LARGEST / max(height, width), max(1, round(side / max(height, width))))
+    scale = min(max(LARGEST, side) / max(height, width), max(1, round(side / max(height, width))))
     tile = (max(1, round(width * scale)), max(1, round(height * scale)))
     columns = min(columns, len(images))
     lines = max((len(caption) for caption in captions), default=0)
     widths = [min(SHEET // columns - GAP, text_width(words + end)) for caption in captions for words, end in caption]
     room = max([TILE, tile[0], *widths]) + GAP
-    below = tile[1] + GAP + lines * (FONT + 3)
+    below = tile[1] + GAP + lines * (FONT + 3) + 3 * FRAME * bool(right)
     sheet = Image.new("RGB", (columns * room + GAP, -(-len(images) // columns) * below + GAP), GROUND)
     draw = ImageDraw.Draw(sheet)
     for n, image in enumerate(images):
         x, y = GAP + n % columns * room, GAP + n // columns * below
         picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
+        if right and (is_right := right[n]) is not None:
+            box = (x - FRAME, y - FRAME, x + tile[0] + FRAME - 1, y + tile[1] + FRAME - 1)
+            draw.rectangle(box, fill=IN_FRAME[is_right])
         sheet.paste(picture.resize(tile, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR), (x, y))
         for row, (words, end) in enumerate(captions[n] if captions else ()):
-            _write(draw, (x, y + tile[1] + 2 + row * (FONT + 3)), fit(words, room - GAP, end))
+            line = fit(words, room - GAP, end) if words else fit_end(end, room - GAP)
+            _write(draw, (x, y + tile[1] + 2 + FRAME * bool(right) + row * (FONT + 3)), line)
     return _encoded(sheet, photos=scale < 1)
 
 

@@ -5,6 +5,7 @@ Drawn once at the start and once at the end, on rank 0; what other ranks have co
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
@@ -103,9 +104,23 @@ def path_of(run: Run, sample: int) -> str:
 def _worst(run: Run, worst: list[Mistake]) -> None:
     images = _read(run, worst)
     if images is not None:
-        captions = [_caption(run, mistake) for mistake in worst]
-        sheet = gallery.grid(images.numpy(), captions, columns=4, side=gallery.LARGEST)
+        captions = [[*_caption(run, mistake), ("", _short_name(run, mistake.place))] for mistake in worst]
+        right = [_is_right(run, mistake) for mistake in worst]
+        sheet = gallery.grid(images.numpy(), captions, columns=4, side=gallery.WIDE_TILE, right=right)
         _picture(run, "worst predictions", sheet, run.position.step)
+
+
+def _short_name(run: Run, sample: int) -> str:
+    """The last part of a held-out sample's path: its folder is its class."""
+    path = path_of(run, sample)
+    return path if getattr(run.datasets.val, "where", None) is None else os.path.basename(path) or path
+
+
+def _is_right(run: Run, mistake: Mistake) -> bool | None:
+    """None where a sample has not one class."""
+    if mistake.label_probability is None or not mistake.predicted:
+        return None
+    return mistake.predicted[0][0] == int(mistake.target)
 
 
 def _classes(run: Run, collected: Mistakes) -> None:

@@ -8,7 +8,7 @@ from tests.command_line import QUIET, ok, result
 from tests.data.photo_folders import coloured, opened
 from trainer.data import open_datasets
 from trainer.data.photos import contact_sheet
-from trainer.data.photos.contact_sheet import CELL, FILE, MARGIN, NAMES, TEXT
+from trainer.data.photos.contact_sheet import CELL, FILE, LARGEST, MARGIN, NAMES, SMALL, TEXT, WIDTH
 from trainer.recipe import load
 
 COLOURS = {"blue": (0, 0, 200), "red": (200, 0, 0)}
@@ -22,9 +22,9 @@ def root(tmp_path):
     return tmp_path / "photos"
 
 
-def cell(sheet, row, column):
+def cell(sheet, row, column, side=LARGEST):
     """The middle of a picture's cell."""
-    left, top = NAMES + column * (CELL + MARGIN), 2 * TEXT + row * (CELL + MARGIN)
+    left, top = NAMES + column * (side + MARGIN), 2 * TEXT + row * (side + SMALL + 2 * MARGIN)
     return np.asarray(sheet)[top + 40 : top + 70, left + 40 : left + 70].reshape(-1, 3).mean(0)
 
 
@@ -40,7 +40,8 @@ def test_each_class_has_a_row(root, tmp_path, words):
         assert seen.max() < 250  # paper is white
         if not words:
             assert np.abs(seen - colour).max() < 30
-    assert cell(sheet, 0, 3).max() < 250 and cell(sheet, 0, 4).min() == 255  # 4 of 5 images train
+    assert cell(sheet, 0, 3).max() < 250  # 4 of 5 images train
+    assert sheet.width == NAMES + 4 * (LARGEST + MARGIN) + MARGIN, "and no room is left for others"
 
 
 def test_of_many_classes_some_are_shown_and_odd_names_do_no_harm(tmp_path):
@@ -50,7 +51,20 @@ def test_of_many_classes_some_are_shown_and_odd_names_do_no_harm(tmp_path):
     assert opened(tmp_path).classes[0].startswith("класс 00")
     recipe = load(None, "data.name=imagefolder", f"data.root={tmp_path}", "data.image_size=32")
     contact_sheet.write(tmp_path, open_datasets(recipe), recipe)
-    assert Image.open(tmp_path / FILE).height == 2 * TEXT + 20 * (CELL + MARGIN) + MARGIN
+    assert Image.open(tmp_path / FILE).height == 2 * TEXT + 20 * (LARGEST + SMALL + 2 * MARGIN) + MARGIN
+
+
+@pytest.mark.parametrize("photos", [2, 3, 6, 20])
+def test_the_width_is_filled_and_no_image_is_tiny(photos, tmp_path):
+    for number in range(photos):
+        for name, colour in COLOURS.items():
+            coloured(tmp_path / "photos" / name / f"{number}.png", colour, seed=number)
+    recipe = load(None, "data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.image_size=32")
+    contact_sheet.write(tmp_path, open_datasets(recipe), recipe)
+    sheet = np.asarray(Image.open(tmp_path / FILE)).min(2)
+    right = np.flatnonzero(sheet[40:].min(0) < 250).max()
+    assert sheet.shape[1] - right <= max(2 * MARGIN, WIDTH - NAMES - LARGEST) and sheet.shape[1] <= WIDTH + MARGIN
+    assert right > NAMES + CELL
 
 
 def test_unreadable_photos_leave_room(root, tmp_path):

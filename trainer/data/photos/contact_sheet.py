@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +26,15 @@ from trainer.telemetry import gallery
 FILE = "contact_sheet.png"
 CLASSES, IMAGES = 20, 8  # rows and columns, at most
 SECONDS = 3.0  # of reading, after which no further column begins
-CELL, MARGIN, NAMES, TEXT = 112, 6, 190, 14  # pixels
+WIDTH, CELL, LARGEST = 1140, 112, 224  # pixels: of the sheet, and of a photo's side at least and at most
+MARGIN, NAMES, TEXT, SMALL = 6, 190, 14, 11
+
+
+class Photo(NamedTuple):
+    """A training image, (H, W, C) uint8, or None if it cannot be read, and its file's name."""
+
+    name: str
+    image: Tensor | None
 
 
 def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
@@ -50,49 +60,56 @@ def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
 
 
 def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe: Recipe) -> Image.Image:
-    """A row for each class with its name, and images as they reach the model in the first epoch."""
+    """A row for each class with its name, and images as they reach the model in the first epoch, over their file names.
+
+    The fewer there are in a row, the larger they are.
+    """
     count = len(data.classes)
     classes = sorted(set(np.linspace(0, count - 1, min(CLASSES, count)).round().astype(int).tolist()))
     members = [np.flatnonzero(labels == label) for label in classes]
-    height = MARGIN + CELL
-    canvas = Image.new("RGB", (NAMES + IMAGES * height + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
-    paper = ImageDraw.Draw(canvas)
+    columns = list(_columns(part, members, data, recipe))
+    side = min(LARGEST, max(CELL, (WIDTH - NAMES) // max(1, len(columns)) - MARGIN))
+    width, height = side + MARGIN, side + SMALL + 2 * MARGIN
     shown = f"{len(classes)} of {len(data.classes)} classes" if len(classes) < len(data.classes) else "training images"
     title = f"{shown} as the model sees them, {data.channels} x {data.image_size} x {data.image_size}"
-    _write(paper, (MARGIN, MARGIN), title + ", augmented; before mixup, cutmix and erasing")
+    title += ", augmented; before mixup, cutmix and erasing"
+    across = max(NAMES + len(columns) * width, gallery.text_width(title, TEXT) + MARGIN)
+    canvas = Image.new("RGB", (across + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
+    paper = ImageDraw.Draw(canvas)
+    _write(paper, (MARGIN, MARGIN), title)
     for row, (label, samples) in enumerate(zip(classes, members, strict=True)):
-        below = 2 * TEXT + row * height + CELL // 3
+        below = 2 * TEXT + row * height + side // 3
         _write(paper, (MARGIN, below), gallery.fit(data.classes[label], NAMES - 2 * MARGIN, size=TEXT))
         _write(paper, (MARGIN, below + TEXT + 4), f"{len(samples):,} images")
-    for column, images in enumerate(_columns(part, members, data, recipe)):
-        for row, image in images:
-            left, top = NAMES + column * height, 2 * TEXT + row * height
-            if image is None:
-                _write(paper, (left, top + CELL // 3), "cannot be read", "red")
+    for column, photos in enumerate(columns):
+        for row, photo in photos.items():
+            left, top = NAMES + column * width, 2 * TEXT + row * height
+            if photo.image is None:
+                _write(paper, (left, top + side // 3), "cannot be read", "red")
             else:
-                canvas.paste(_cell(image), (left, top))
+                canvas.paste(_cell(photo.image, side), (left, top))
+            _write(paper, (left, top + side + 1), gallery.fit_end(photo.name, side, SMALL), "gray", SMALL)
     return canvas
 
 
-def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black") -> None:
-    written, font = gallery.font_for(words, TEXT)
+def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black", size: int = TEXT) -> None:
+    written, font = gallery.font_for(words, size)
     paper.text(at, written, ink, font)
 
 
 def _columns(
     part: EncodedPhotos | ImageSet, members: list[Array], data: Datasets, recipe: Recipe
-) -> Iterator[list[tuple[int, Tensor | None]]]:
-    """Columns of one image of each class, (H, W, C) uint8 with its row, until there are enough or time is up.
-
-    None is an image that cannot be read.
-    """
+) -> Iterator[dict[int, Photo]]:
+    """Columns of one image of each class, by its row, until there are enough or time is up."""
     start = time.monotonic()
     for column in range(IMAGES):
         rows = [row for row, samples in enumerate(members) if column < len(samples)]
         if not rows or (column and time.monotonic() - start > SECONDS):
             return
         spread = [members[row][column * len(members[row]) // min(IMAGES, len(members[row]))] for row in rows]
-        yield list(zip(rows, _seen(part, np.array(spread), data, recipe), strict=True))
+        images = _seen(part, np.array(spread), data, recipe)
+        names = ["" if part.where is None else os.path.basename(part.where(index)) for index in spread]
+        yield dict(zip(rows, map(Photo, names, images), strict=True))
 
 
 def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: Recipe) -> list[Tensor | None]:
@@ -112,9 +129,9 @@ def _seen(part: EncodedPhotos | ImageSet, index: Array, data: Datasets, recipe: 
     return [image[0] if count else None for image, count in zip(images, counts, strict=True)]
 
 
-def _cell(image: Tensor) -> Image.Image:
+def _cell(image: Tensor, side: int) -> Image.Image:
     """Resized to a cell; small images without interpolation, so that their pixels are seen."""
     pixels = image.numpy()
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
-    small = picture.width < CELL
-    return picture.resize((CELL, CELL), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)
+    small = picture.width < side / 2
+    return picture.resize((side, side), Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR)

@@ -57,14 +57,18 @@ def test_a_lap_holds_the_windows_since_the_last_one():
     assert timer.lap() == (2, 1.0)
 
 
-def told(tmp_path, pipeline=None, **changes):
+def told(tmp_path, pipeline=None, warnings=None, **changes):
     """The last lines of a run, by title."""
     recipe = load("digits", "logging.tensorboard=false")
     history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, **changes)
     run = SimpleNamespace(history=history, task=Classification(recipe, ("a", "b"), None), recipe=recipe)
     run.tracker, run.speed_only = SimpleNamespace(path=tmp_path), False
     parts = {"throughput": {"samples_per_sec": 4698.4, "std": 1329.0}, "short": False, "seconds": 5.0, "verdict": None}
-    parts |= {"pipeline": pipeline, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}}
+    parts |= {
+        "warnings": warnings or {},
+        "pipeline": pipeline,
+        "data": {"val_samples": 360, "skipped": 0, "uncached": 0},
+    }
     return reporting.last_lines(run, parts)
 
 
@@ -74,6 +78,13 @@ def test_the_last_line_tells_the_best_epoch_where_it_was_better(best_epoch, said
     line = lines["done"]
     assert lines.get("best") == (f"{tmp_path}/best.safetensors" if said else None)
     assert line.startswith(f"top-1 90.00% {said}{' ' * bool(said)}on 360 held-out images, 4,698 images/s, ")
+
+
+def test_a_rate_that_says_nothing_is_not_told(tmp_path):
+    """And what goes wrong is told, also where there is no verdict to begin with it."""
+    assert "4,698 images/s" in told(tmp_path)["done"] and "warning" not in told(tmp_path)
+    lines = told(tmp_path, warnings={"rate": "it scatters", "loss": "it grows"})
+    assert "4,698" not in lines["done"] and lines["warning"] == "it scatters. It grows"
 
 
 def test_a_bubble_is_one_figure(tmp_path):

@@ -66,13 +66,19 @@ class Classification(Task):
         return (-cross_entropy(outputs.float(), targets, reduction="none")).double().exp()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The plain cross-entropy, without smoothing and weights, and how many of the best 1 and 5 are right."""
+        """The plain cross-entropy, without smoothing and weights, and how many of the best 1 and 5 are right.
+
+        And how many samples are of each class, and are predicted as it.
+        """
         best = outputs.topk(min(5, outputs.shape[1])).indices
         hits = best == targets[:, None]
+        none, ones = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device), torch.ones_like(targets)
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
             "correct1": hits[:, 0].sum(),
             "correct5": hits.sum(),
+            "actual": none.index_add(0, targets, ones),
+            "predicted": none.index_add(0, best[:, 0], ones),
         }
 
     def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:

@@ -39,6 +39,11 @@ def plain(text: str) -> str:
     return terminal.plain(text).replace("\n", "?").replace("\t", "?")
 
 
+def in_sentences(texts: Sequence[str]) -> str:
+    """One after the other, each but the first with a capital."""
+    return ". ".join(text if not number else text[:1].upper() + text[1:] for number, text in enumerate(texts))
+
+
 def shortened(text: str, width: int) -> str:
     """A text that fits; the middle of a long one is left out."""
     if len(text) <= width:

@@ -30,6 +30,7 @@ class Sums:
         self.task = task
         self.count = 0
         self.parts: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}  # of all ranks, once `metrics` has been asked for
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
         """Count the first `count` rows of a batch; the rest is padding."""
@@ -52,9 +53,9 @@ class Sums:
         if not count:
             return dict.fromkeys(self.task.metric_names(), math.nan), 0
         pieces = torch.split(summed[:-1], [shape.numel() for shape in layout.values()])
-        whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
+        self.whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
         # A task of the user's own may differ in the last bits from rank to rank, and all must see the same best epoch.
-        metrics: dict[str, float] = world.broadcast_object(self.task.metrics(whole, int(count)))
+        metrics: dict[str, float] = world.broadcast_object(self.task.metrics(self.whole, int(count)))
         return metrics, int(count)
 
 
@@ -64,6 +65,7 @@ def evaluate(
     world: World,
     boundary: Callable[[int], None] = lambda done: None,
     look: Callable[[Tensor, Batch], None] = lambda outputs, batch: None,
+    sums: Sums | None = None,
 ) -> dict[str, float]:
     """The task's metrics of the model as it stands.
 
@@ -73,13 +75,14 @@ def evaluate(
         world: sums are added over its ranks, once.
         boundary: called after every batch with the number done.
         look: called with every batch and its outputs, on ranks that have outputs.
+        sums: empty ones, to be filled for whoever wants more of them than the metrics.
 
     Returns:
         The task's metrics as val_loss and so on (of a classification the mean cross-entropy, without label smoothing,
         val_top1 and val_top5, which are fractions), and val_samples.
     """
     strategy.train(False)
-    sums = Sums(strategy.task)
+    sums = Sums(strategy.task) if sums is None else sums
     for done, batch in enumerate(batches, 1):
         outputs = strategy.forward(batch.inputs)
         if outputs is not None:

@@ -18,9 +18,9 @@ from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
-from trainer.training import diagnosis, presenting, reporting, snapshots, stopping
+from trainer.training import diagnosis, noticing, presenting, reporting, snapshots, stopping
 from trainer.training.callbacks import Callbacks, from_environment
-from trainer.training.evaluation import Mistakes, evaluate, metrics_of
+from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
@@ -159,6 +159,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     trained = time.perf_counter()
     with run.ledger.span("evaluation"):
         history.validation = measure(run, mistakes, None if last else epoch + 1)
+    history.latest = [*history.latest, metrics_of(history.validation)][-noticing.LATEST :]
     speed = history.validation["val_samples"] / (time.perf_counter() - trained)
     note_skipped(run)
     if run.loader.measured_workers:
@@ -170,6 +171,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     run.position = Position(step, epoch + 1, 0)
+    noticing.tell(run)
     if stopping.lost_patience(run):
         tracker.say(stopping.patience_line(run))
     if not reporting.report_epoch(run, epoch, improved):
@@ -210,7 +212,10 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
 
     try:
         with run.strategy.weights(averages):
-            return evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look)
+            sums = Sums(run.task)
+            found = evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look, sums=sums)
+            noticing.note_classes(run, sums)
+            return found
     except (Interrupted, Preempted) as error:
         save_and_stop(run, type(error))
         raise
@@ -227,10 +232,11 @@ def note_skipped(run: Run) -> None:
 
 
 def note_memory(run: Run) -> None:
-    """Peak bytes of every rank's device."""
+    """Peak bytes of every rank's device, and what kept its machine from computing."""
     mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
-    gathered = run.world.broadcast_object(run.world.gather(mine))
-    run.memory = {name: size for part in gathered for name, size in part.items()}
+    gathered = run.world.broadcast_object(run.world.gather((mine, run.noticed.meter.read())))
+    run.memory = {name: size for part, _ in gathered for name, size in part.items()}
+    run.noticed.strain = noticing.worst([strain for _, strain in gathered])
 
 
 def finish(run: Run) -> Result:
@@ -238,6 +244,7 @@ def finish(run: Run) -> Result:
     with run.ledger.span("saving"):
         snapshots.finish_saving(run)
     note_memory(run)
+    noticing.look(run, over=True)
     verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
     result = reporting.result(run, "completed")
     result["verdict"] = verdict.to_dict() if verdict else None

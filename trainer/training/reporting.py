@@ -16,7 +16,8 @@ from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
 from trainer.tasks.task import figure
 from trainer.telemetry.flops import model_flops_utilisation
-from trainer.telemetry.readable import as_size, duration, number
+from trainer.telemetry.readable import as_size, duration, in_sentences, number
+from trainer.telemetry.symptoms import steady
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
@@ -31,6 +32,7 @@ KEPT_KEYS = (
     "short",
     "seconds_in",
     "verdict",
+    "warnings",
 )  # of a run that is continued with nothing left to train
 
 
@@ -145,10 +147,11 @@ def idle_share(run: Run, measured: float) -> float:
 def summary(run: Run) -> dict[str, float]:
     """How far the run has come, in the few figures by which runs are compared."""
     speed, history = run.timer.summary(run.loader.samples_per_step), run.history
+    rate = speed.throughput
     figures = {
         f"best_{run.task.metric}": history.best,
         f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
-        "samples_per_sec": speed.throughput.samples_per_sec if speed.throughput else None,
+        "samples_per_sec": rate.samples_per_sec if rate and steady(rate) else None,
         "step_ms": 1e3 * speed.step_time_s.mean if speed.step_time_s else None,
         "hours": run.seconds() / 3600,
     }
@@ -180,9 +183,13 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     """The result and the files that hold it, by title."""
     speed, folder = result["throughput"], run.tracker.path
     rate = f"{number(speed['samples_per_sec'])} images/s" if speed else "too few steps to measure speed"
+    if "rate" in result["warnings"]:
+        rate = "no steady images/s"
     if result["short"] and speed:
         rate += ", measured over all steps after the first: fewer than logging.warmup_steps"
-    verdict = {"verdict": result["verdict"]["sentence"]} if result["verdict"] else {}
+    verdict = {"warning": in_sentences(warnings)} if (warnings := [*result["warnings"].values()]) else {}
+    if result["verdict"]:  # which holds them too
+        verdict = {"verdict": result["verdict"]["sentence"]}
     if run.speed_only:
         memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.memory.items())
         measured = f"on synthetic images: {rate}; peak memory {memory}"
@@ -279,6 +286,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "seconds_in": parts(run),
             "save": saves(run),
             "verdict": None,
+            "warnings": run.noticed.warnings,
             "facts": run.facts,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,

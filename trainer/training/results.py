@@ -90,6 +90,7 @@ class Result(Metrics):
         "and until its files were written (`seconds`)",
     ]
     verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
+    warnings: Annotated[dict[str, str], "what goes wrong, in sentences; empty if nothing is known to"]
     facts: Annotated[dict[str, str], "what ran, by title, as `runs show` prints it"]
     versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda that computed it"]
     output: Annotated[str | None, "the run folder"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Datasets, Loader, Shard
+from trainer.devices.strain import Strain, StrainMeter
 from trainer.modes import Strategy
 from trainer.optim.optimization import MovingAverage, Updater, total_steps
 from trainer.processes.interrupts import Interrupts
@@ -30,6 +31,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)  # mean training loss of each epoch
     validation: dict[str, float] = field(default_factory=dict)  # of the last evaluated epoch
+    latest: list[dict[str, float]] = field(default_factory=list)  # the metrics of the last epochs
     best: float | None = None  # of the task's metric
     best_epoch: int | None = None
     epoch_loss: float = 0.0  # sum of the present epoch's logged step losses
@@ -39,6 +41,26 @@ class History:
     uncached: int = 0  # photos that a cache did not give
     logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
     lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
+
+
+@dataclass
+class Noticed:
+    """What a run notices of itself, the same on every rank.
+
+    Attributes:
+        meter: of what keeps this machine from computing, since the run was built.
+        strain: the worst of all ranks, at the end of the last epoch.
+        classes: held-out samples of each class (`actual`) and those predicted as it, in the last epoch and the one
+            before; empty where a task does not count them.
+        warnings: what goes wrong, as sentences by kind.
+        told: the kinds of which there was a word already.
+    """
+
+    meter: StrainMeter
+    strain: Strain = field(default_factory=Strain)
+    classes: list[dict[str, list[int]]] = field(default_factory=list)
+    warnings: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -110,6 +132,7 @@ class Run:
         self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
         self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
         self.ledger = Ledger(self.world.drives)
+        self.noticed = Noticed(StrainMeter(self.world.drives, self.world.place.local_size))
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 

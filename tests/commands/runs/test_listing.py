@@ -32,7 +32,7 @@ def test_newest_first_with_what_became_of_each(home):
     make(home / "first", age=7200)
     make(home / "second", "model.name=mlp", age=300, status="preempted", best_top1=None)
     make(home / "third", age=100_000, status="failed", mode="local_sgd", throughput=None)
-    make(home / "fourth", age=60, status="running")
+    make(home / "fourth", age=60, status="running", throughput={"samples_per_sec": 151.0, "std": 173.0})
     make(home / "fifth", age=20, status=None)
     make(home / "sixth", status="running")
     held = locks.hold(home / "sixth", "run")
@@ -43,6 +43,7 @@ def test_newest_first_with_what_became_of_each(home):
     assert found["first"][:-1] == ["single", "cnn", "completed", "top1 95.00%", "1,234", "2 h"]
     assert found["second"][1] == "mlp" and found["second"][3:6] == ["-", "1,234", "5 min"]
     assert found["third"][0] == "local_sgd" and found["third"][4] == "-"
+    assert found["fourth"][4] == "-", "a rate that scatters more than its size is none"
     assert found["fifth"][3:5] == ["-", "-"]
 
 

@@ -129,7 +129,12 @@ def method(report: ComparisonReport) -> str:
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Mean and standard deviation, with as many decimals; without the latter where there is none."""
+    """Mean and standard deviation, with as many decimals; without the latter where there is none.
+
+    A mean that is smaller than its deviation is no figure.
+    """
+    if std is not None and std > mean:
+        return "scatters"
     shown = readable.number(mean)
     if std is None:
         return shown

@@ -73,8 +73,9 @@ class RunSummary:
 
     @property
     def speed(self) -> float | None:
-        """Images a second over all devices."""
-        return self.figure("throughput", "samples_per_sec")
+        """Images a second over all devices; None where they scatter more than their size."""
+        speed, std = self.figure("throughput", "samples_per_sec"), self.figure("throughput", "std")
+        return speed if speed is not None and (std or 0.0) <= speed else None
 
     @property
     def peak_memory(self) -> float | None:

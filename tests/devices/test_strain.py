@@ -1,0 +1,111 @@
+"""What a kernel's counters are taken to say, on a machine made of files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.devices import host, strain
+from trainer.devices.strain import StrainMeter
+
+SECOND = round(1 / strain.TICK)
+
+
+class Machine:
+    """Two cores; this process; a neighbour. Counters by seconds."""
+
+    def __init__(self, path, monkeypatch):
+        self.proc, self.sys, self.now = path / "proc", path / "sys", 0.0
+        for module, name, value in (
+            (strain, "PROC", self.proc), (strain, "SYS", self.sys), (host, "PROC", self.proc),
+            (host, "GROUPS", self.sys / "fs/cgroup"), (strain.time, "perf_counter", lambda: self.now),
+            (strain.time, "process_time", lambda: 0.0), (strain.os, "sched_getaffinity", lambda _: {0, 1}),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, value, raising=False)
+        self.after()
+
+    def write(self, path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def after(self, seconds=0.0, busy=0.0, own=0.0, waited=0.0, stolen=0.0, stopped=0, hot=0.0):
+        """So much later both cores together were busy for so long, this process had so much, and waited so long."""
+        self.now += seconds
+        core = f"{int(busy / 2 * SECOND)} 0 0 0 0 0 0 {int(stolen / 2 * SECOND)} 0 0"
+        self.write(self.proc / "stat", f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {core}\ncpu1 {core}\ncpu7 {'9' * 9} {core}\n")
+        self.write(self.proc / "self/task/7/schedstat", f"0 {int(waited * 1e9)} 1\n")
+        pid, parent = os.getpid(), os.getppid()
+        for number, above, spent in ((pid, parent, own / 2), (99999998, pid, own / 2), (99999999, 1, busy)):
+            fields = f"S {above} 0 0 0 0 0 0 0 0 0 {int(spent * SECOND)} 0 0 0 20"
+            self.write(self.proc / str(number) / "stat", f"{number} (a (b) c) {fields}\n")
+        self.write(self.sys / "fs/cgroup/cpu.max", "150000 100000\n")
+        self.write(self.sys / "fs/cgroup/cpu.stat", f"nr_periods {int(10 * self.now)}\nnr_throttled {stopped}\n")
+        heat = self.sys / "devices/system/cpu/cpu1/thermal_throttle/package_throttle_total_time_ms"
+        self.write(heat, f"{int(hot * 1000)}\n")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("counters", "others"),
+    [
+        ({"busy": 20, "own": 8, "waited": 5}, 0.6),  # two others want both cores
+        ({"busy": 12, "own": 10, "waited": 0}, 0.0),  # threads=1, and another program on the core that is left
+        ({"busy": 20, "own": 20, "waited": 9}, 0.0),  # it has started more threads than cores, on purpose or not
+        ({"busy": 20, "own": 19, "waited": 1}, 0.0),
+        ({"busy": 10, "own": 10, "stolen": 8}, 0.4),  # by other machines of the same host
+    ],
+)
+def test_cores_that_others_had(machine, counters, others):
+    meter = StrainMeter()
+    machine.after(10, **counters)
+    assert meter.read().others == pytest.approx(others, abs=0.01)
+
+
+def test_a_container_that_was_stopped(machine):
+    meter = StrainMeter()
+    machine.after(10, stopped=15)
+    assert meter.read().quota is None
+    machine.after(10, stopped=60)
+    assert meter.read().quota == 1.5
+
+
+def test_a_hot_processor(machine):
+    meter = StrainMeter()
+    machine.after(10, hot=0.2)
+    assert not meter.read().throttled
+    machine.after(10, hot=6)
+    assert "30%" in meter.read().throttled and "heat" in meter.read().throttled
+
+
+@pytest.mark.parametrize(("bits", "cause"), [(0x20, "heat"), (0x40, "heat"), (0x80, "power"), (0x4, ""), (0x1, "")])
+def test_a_card_that_slows_itself_down(bits, cause, machine, monkeypatch):
+    """The power limit, 0x4, is what a card at full work runs into."""
+    library = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=str, nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: bits
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
+    meter = StrainMeter([torch.device("cuda:1")])
+    assert not meter.read().throttled, "once is a moment"
+    assert (
+        (cause in meter.read().throttled and "cuda:1" in meter.read().throttled)
+        if cause
+        else not meter.read().throttled
+    )
+
+
+def test_a_machine_that_tells_nothing(tmp_path, monkeypatch):
+    for name in ("PROC", "SYS"):
+        monkeypatch.setattr(strain, name, tmp_path)
+    monkeypatch.setattr(host, "PROC", tmp_path)
+    monkeypatch.setattr(host, "GROUPS", tmp_path)
+    found = StrainMeter([torch.device("cpu")]).read()
+    assert (found.others, found.quota, found.throttled) == (0.0, None, "")

@@ -1,0 +1,174 @@
+"""Each sentence at its limits: what is told, and what is not told although it is near."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.command_line import suggested
+from trainer.devices.strain import Strain
+from trainer.recipe import load
+from trainer.telemetry.clocks import Throughput
+from trainer.telemetry.symptoms import Facts, symptoms
+
+GUESS = math.log(10)
+WELL = {
+    "over": True, "step": 600, "steps": 600, "epoch_steps": 100, "classes": 10, "names": list("abcdefghij"),
+    "losses": [1.2, 0.5, 0.3, 0.25, 0.22, 0.2], "validation": [{"loss": 0.3, "top1": 0.92}] * 3, "labelled": True,
+    "actual": [40] * 10, "predicted": [42, 38] * 5, "before": [40] * 10, "throughput": Throughput(900.0, 80.0),
+}  # fmt: skip
+STUCK = {"validation": [{"loss": GUESS, "top1": 0.1}] * 3, "losses": [GUESS] * 6}
+HEART = {"losses": [1, 0.4, 0.1, 0.04, 0.03, 0.02], "validation": [{"loss": 1, "top1": 0.7}] * 3}
+GUESSED = {"predicted": [0, 44] + [44] * 8, "before": [0, 44] + [44] * 8}
+
+
+def told(*words, **changes):
+    recipe = load(None, *words)
+    found = symptoms(Facts(**{**WELL, **changes}), recipe)
+    for remedy in suggested(" ".join(found.values())):
+        key = remedy.partition("=")[0]
+        load(None, *(word for word in words if not word.startswith(f"{key}=")), remedy)
+    return found
+
+
+def test_a_run_that_is_well():
+    assert told() == {}
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind"),
+    [
+        ([7, 9, 10, 12], "above guessing (2.30)"),
+        ([7, 30, 12, 11], "above guessing (2.30)"),  # falls again, and not below where it was
+        ([7, 5, 4, 3], ""),  # falls
+        ([2.5, 2.48, 2.5], ""),  # fresh weights that learn slowly
+        ([9], ""),
+        ([2.2, 0.4, 0.7, 1.3], "grows"),
+        ([2.2, 0.4, 1.3, 0.7], ""),
+        ([2.2, 0.4, 0.45, 0.5], ""),
+        ([2.2, 0.01, 0.05, 0.1], ""),  # by chance
+        ([2.2, math.inf, 3, 4], ""),
+    ],
+)
+def test_the_loss(losses, kind):
+    found = told(losses=losses)
+    assert kind in found.get("loss", "") and bool(kind) == ("loss" in found)
+
+
+def test_the_loss_in_the_warm_up():
+    assert "loss" not in told(losses=[7, 9, 10], warmup=200)
+    assert "loss" in told(losses=[7, 9, 10], warmup=100)
+
+
+def test_a_loss_of_another_kind():
+    """Where guessing has no known loss, only what undoes all learning is told."""
+    plain = {"classes": None, "actual": (), "predicted": (), "before": (), "validation": [{"loss": 12.0}] * 3}
+    assert told(**plain, losses=[70, 90, 100]) == {}
+    assert told(**plain, losses=[70, 40, 50, 61]) == {}
+    assert "grows" in told(**plain, losses=[70, 40, 60, 90])["loss"]
+    assert told(**plain, losses=[-1, -4, -3, -0.5]) == {}
+
+
+def test_the_rate_that_is_tried_is_one_that_the_recipe_takes():
+    assert suggested(told("optimizer.lr=0.00002", losses=[7, 9, 10])["loss"])[0] == "optimizer.lr=2e-06"
+    kept = told("optimizer.lr=0.5", "schedule.min_lr=0.1", "clip_grad_norm=1", losses=[7, 9, 10])["loss"]
+    assert suggested(kept) == [] and "lower optimizer.lr" in kept
+
+
+def test_accuracy_at_the_share_of_the_largest_class():
+    assert suggested(told(**STUCK)["accuracy"]) == ["optimizer.lr=0.01", "optimizer.lr=1"]
+    assert suggested(told(**{**STUCK, "losses": [9, 4, 3, GUESS, GUESS, GUESS]})["accuracy"]) == ["optimizer.lr=0.01"]
+    uneven = {"actual": [310] + [10] * 9, "predicted": [400] + [0] * 9, "before": [400] + [0] * 9}
+    ninety = {"validation": [{"loss": 1.0, "top1": 0.775}] * 3, "losses": [1.0] * 6}
+    assert suggested(told(**uneven, **ninety)["accuracy"])[0] == "data.balance=true"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"validation": [{"loss": GUESS, "top1": 0.13}] * 3}, []),  # better than guessing
+        ({"validation": [{"loss": 2.3, "top1": 0.1}, {"loss": 2.25, "top1": 0.1}, {"loss": 2.2, "top1": 0.1}]}, []),
+        ({"losses": [1.5] * 6}, []),  # has learned the training images
+        ({"validation": [{"loss": GUESS, "top1": 0.1}] * 2}, []),
+        ({"step": 40}, []),
+        ({"warmup": 580}, []),
+        ({"actual": [4] * 10}, []),
+        ({}, ["loss.class_weights=balanced"]),  # which makes rare classes right and common ones wrong
+    ],
+)
+def test_accuracy_that_does_not_stand(changes, words):
+    assert "accuracy" not in told(*words, **{**STUCK, **changes})
+
+
+def test_training_is_perfect_and_validation_is_not():
+    found = told(**HEART)
+    assert "top-1 70%" in found["memorised"] and "augment.mixup=0.2" in suggested(found["memorised"])
+    smooth = [0.55, 0.52, 0.51, 0.505, 0.504, 0.503]  # of which 0.5003 are the targets' own
+    assert "memorised" in told("loss.label_smoothing=0.1", **{**HEART, "losses": smooth})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"validation": [{"loss": 0.3, "top1": 0.91}] * 3}, []),
+        ({"losses": [1, 0.4, 0.1, 0.09, 0.08, 0.02]}, []),
+        ({"step": 40}, []),
+        ({"classes": None}, []),
+        ({}, ["augment.mixup=0.2"]),
+        ({}, ["augment.cutmix=1"]),
+        ({"losses": [0.6] * 6}, ["loss.label_smoothing=0.1"]),
+    ],
+)
+def test_what_is_not_learned_by_heart(changes, words):
+    assert "memorised" not in told(*words, **{**HEART, **changes})
+
+
+def test_a_rate_that_still_rises():
+    found = told("schedule.warmup_epochs=8", warmup=800)["learning rate"]
+    assert suggested(found) == ["schedule.warmup_epochs=0.6"]
+    assert "learning rate" in told("schedule.warmup_epochs=8", warmup=800, step=100, over=False)
+    assert "learning rate" not in told("schedule.warmup_epochs=8", warmup=800, step=100, steps=4000, over=False)
+    assert "learning rate" in told("schedule.warmup_epochs=8", warmup=800, step=100, steps=4000)  # it was stopped
+    assert told("schedule.warmup_epochs=1", warmup=100) == {}
+    assert "learning rate" not in told("schedule.warmup_epochs=8", warmup=800, step=20, steps=20)  # a trial
+
+
+def test_a_class_that_is_never_predicted():
+    found = told(**GUESSED)["never predicted"]
+    assert "predicted as a," in found and "40 of it" in found and "data.balance=true" in suggested(found)
+    assert "labels fit" in told("data.balance=true", **GUESSED)["never predicted"]
+    assert "labels fit" in told(**GUESSED, labelled=False)["never predicted"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"before": [1, 43] + [44] * 8},
+        {"before": ()},
+        {"actual": [19] + [44] * 9},
+        {"over": False, "steps": 2000},
+        {"step": 40},
+        {"validation": [{"loss": 2.2, "top1": 0.14}] * 3},  # most classes are hardly known yet
+    ],
+)
+def test_a_class_that_may_still_come(changes):
+    assert "never predicted" not in told(**{**GUESSED, **changes})
+
+
+def test_the_machine():
+    assert "55%" in told(strain=Strain(9.0, 0.55))["cores"]
+    assert told(strain=Strain(9.0, 0.15)) == told(strain=Strain(0.5, 0.55)) == {}
+    assert suggested(told(strain=Strain(9.0, quota=2.5))["throttled"]) == ["threads=2"]
+    assert "nvidia-smi" in told(strain=Strain(9.0, throttled="cuda:0 by heat"))["throttled"]
+
+
+def test_a_rate_that_scatters():
+    assert suggested(told(throughput=Throughput(151.0, 173.0))["rate"]) == ["epochs=100"]
+    assert suggested(told("max_steps=20", throughput=Throughput(151.0, 173.0))["rate"]) == ["max_steps=6000"]
+    assert told(throughput=Throughput(151.0, 140.0)) == told(throughput=Throughput(151.0, None)) == {}
+
+
+def test_one_cause_gets_one_word():
+    assert told(**{**STUCK, "losses": [7, 9, 10]}).keys() == {"loss"}
+    assert told(**{**HEART, **GUESSED}).keys() == {"never predicted"}

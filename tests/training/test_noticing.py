@@ -1,0 +1,189 @@
+"""Runs made to go wrong in one way each, and the word that they get; healthy ones get none."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+
+from tests.command_line import ok, result, suggested
+from trainer.recipe import load
+
+SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "threads=1"]
+MACHINE = {"cores", "rate", "throttled"}
+DIGITS = ["recipe=digits_single", *SMALL]
+MADE = """
+    import torch
+    from trainer import register_dataset
+    from trainer.data import open_datasets
+    from trainer.recipe import load
+
+    sets = open_datasets(load("digits_single"))
+    (images, labels), (seen, truth) = ((part.images, part.labels) for part in (sets.train, sets.val))
+    names = list("0123456789")
+
+    @register_dataset("nonsense")
+    def nonsense(data):
+        "Labels that have nothing to do with the images."
+        return (images, labels[torch.randperm(len(labels))]), (seen, truth), names
+
+    @register_dataset("few")
+    def few(data):
+        return (images[:40], labels[:40]), (seen, truth), names
+
+    @register_dataset("one_three")
+    def one_three(data):
+        kept = (labels != 3) | (torch.cumsum(labels == 3, 0) == 1)
+        return (images[kept], labels[kept]), (seen, truth), names
+"""
+STRAINED = """
+    import trainer.training.run as run
+    from trainer.devices.strain import Strain
+
+    class Meter(run.StrainMeter):
+        def read(self):
+            return Strain(12.0, {found})
+
+    run.StrainMeter = Meter
+"""
+LEARNS = [  # models with rates at which they learn the digits
+    ("cnn", "0.05"), ("cnn", "0.2"), ("cnn_gn", "0.05"), ("mlp", "0.05"), ("mlp", "0.2"), ("resnet8", "0.1"),
+]  # fmt: skip
+VARIED = [
+    [], ["batch_size=32"], ["batch_size=240", "accumulate=2"], ["schedule.name=constant", "schedule.warmup_epochs=0"],
+    ["loss.label_smoothing=0.2"], ["augment.mixup=0.4"], ["augment.cutmix=1", "loss.label_smoothing=0.1"], ["ema=0.99"],
+    ["loss.class_weights=balanced"], ["data.balance=true", "clip_grad_norm=1"], ["max_steps=2"], ["epochs=1"],
+    ["optimizer.name=adamw", "optimizer.lr=0.002"], ["max_steps=40"], ["stop.patience=1"], ["model.num_classes=12"],
+    ["schedule.warmup_epochs=4"],
+]  # fmt: skip
+
+
+@pytest.fixture
+def made(tmp_path):
+    (tmp_path / "made.py").write_text(textwrap.dedent(MADE))
+    return tmp_path
+
+
+def trained(folder, *words):
+    """What a run has printed before its last lines, and its result; each remedy that it names can be typed."""
+    done = ok(*words, "output=run", cwd=folder)
+    end = result(folder / "run")
+    for remedy in suggested(" ".join(end["warnings"].values())):
+        load("digits_single", *instead(words, remedy))
+    told = " ".join(line for title, line in lines(done.stdout) if title in ("verdict", "warning")).lower()
+    assert all(sentence.lower() in told for sentence in end["warnings"].values()), told
+    meanwhile, _, _ = done.stdout.partition("  done ")
+    return [line for title, line in lines(meanwhile) if title == "warning"], end
+
+
+def instead(words, remedy):
+    """A run's words with a remedy, without what only a command line takes."""
+    key = remedy.partition("=")[0]
+    return [word for word in words if not word.startswith((f"{key}=", "recipe=", "plugin=", "nproc="))] + [remedy]
+
+
+def lines(text):
+    """The lines of a page, each with its title; what was wrapped is whole again."""
+    whole = re.sub(r"\n {11,}(?=\S)", " ", text)
+    return [(line[2:12].strip(), line[12:]) for line in whole.splitlines()]
+
+
+def learning(end):
+    """The kinds of what is wrong with the learning; the machine may be busy with other tests."""
+    return end["warnings"].keys() - MACHINE
+
+
+def test_a_loss_above_guessing(tmp_path):
+    words = [*DIGITS, "optimizer.lr=20", "schedule.name=constant", "schedule.warmup_epochs=0", "epochs=4"]
+    meanwhile, end = trained(tmp_path, *words)
+    assert learning(end) == {"loss"} and "2.30" in end["warnings"]["loss"]
+    assert sum("above guessing" in line for line in meanwhile) == 1
+    lower, _ = suggested(end["warnings"]["loss"])
+    ok("recipe=digits_single", *instead(words, lower), "output=lower", cwd=tmp_path)
+    assert result(tmp_path / "lower")["train_loss"] < end["train_loss"] / 10
+
+
+def test_a_loss_that_grows(tmp_path):
+    """From good weights, at a rate that destroys them slowly."""
+    ok(*DIGITS, "epochs=3", "output=good", cwd=tmp_path)
+    words = [*DIGITS, "model.init_from=good", "schedule.name=constant", "schedule.warmup_epochs=12", "epochs=13"]
+    meanwhile, end = trained(tmp_path, *words, "optimizer.lr=12", "ema=null")
+    assert sum("the loss grows" in line for line in meanwhile) == 1 and learning(end) == {"loss"}
+
+
+def test_accuracy_at_the_largest_class(made):
+    words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
+    meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")
+    assert learning(end) == {"accuracy"} and "labels fit" in end["warnings"]["accuracy"]
+    assert sum("accuracy stands" in line for line in meanwhile) == 1
+
+
+def test_learned_by_heart(made):
+    words = ["plugin=made", "data.name=few", *DIGITS, "augment.crop=none", "epochs=20", "batch_size=8"]
+    meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")
+    assert learning(end) == {"memorised"}
+    assert sum("training is perfect" in line for line in meanwhile) == 1
+
+
+def test_a_class_never_predicted(made):
+    words = ["plugin=made", "data.name=one_three", *DIGITS, "epochs=8"]
+    _, end = trained(made, *words)
+    assert learning(end) == {"never predicted"} and "predicted as 3," in end["warnings"]["never predicted"]
+    ok("recipe=digits_single", "plugin=made", *instead(words, "data.balance=true"), "output=balanced", cwd=made)
+    assert "never predicted" not in learning(result(made / "balanced"))
+
+
+def test_a_rate_that_still_rises(tmp_path):
+    words = [*DIGITS, "schedule.warmup_epochs=9", "epochs=4"]
+    _, end = trained(tmp_path, *words)
+    assert learning(end) == {"learning rate"}
+    [shorter] = suggested(end["warnings"]["learning rate"])
+    ok("recipe=digits_single", *instead(words, shorter), "output=shorter", cwd=tmp_path)
+    assert result(tmp_path / "shorter")["train_loss"] < end["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ("others=0.55", ["other programs", "55%", "type top"]),
+        ("quota=1.5", ["quota of 1.5 cores", "threads=1"]),
+        ("throttled='cuda:1 by heat'", ["cuda:1 by heat", "type nvidia-smi"]),
+    ],
+)
+def test_a_machine_that_cannot_compute(found, words, tmp_path):
+    (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED.format(found=found)))
+    meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
+    [line] = [line for line in meanwhile if words[0] in line]
+    assert all(word in line and word in end["verdict"]["sentence"] for word in words)
+
+
+def test_ranks_and_stages_notice_alike(tmp_path):
+    """Classes are counted on all ranks, also where only the last stage has outputs."""
+    for mode in ("ddp", "pipeline"):
+        words = [f"mode={mode}", "nproc=2", "optimizer.lr=1e-6", "epochs=5", "batch_size=32", "model.name=mlp"]
+        ok("recipe=digits", *SMALL, *words, "schedule.warmup_epochs=0", f"output={mode}", cwd=tmp_path)
+        assert learning(result(tmp_path / mode)) == {"accuracy"}, mode
+
+
+def healthy(number, folder):
+    """What a run that is well is told of its learning."""
+    (model, rate), varied = LEARNS[number % len(LEARNS)], VARIED[number % len(VARIED)]
+    words = [f"model.name={model}", f"optimizer.lr={rate}", f"epochs={4 + number % 5}", f"seed={number}"]
+    given = {word.partition("=")[0] for word in varied}
+    kept = [word for word in words if word.partition("=")[0] not in given]
+    _, end = trained(folder, *DIGITS, *kept, *varied)
+    return learning(end), [*kept, *varied], end["losses"], end["val_top1"]
+
+
+@pytest.mark.parametrize("number", [5, 7])
+def test_a_healthy_run_is_told_nothing(number, tmp_path):
+    wrong, *run = healthy(number, tmp_path)
+    assert not wrong, run
+
+
+@pytest.mark.full("a hundred runs")
+@pytest.mark.parametrize("number", range(102))
+def test_a_hundred_healthy_runs_are_told_nothing(number, tmp_path):
+    wrong, *run = healthy(number, tmp_path)
+    assert not wrong, run

@@ -1,0 +1,256 @@
+"""What goes wrong in a run, and what to type: facts in, sentences out. Pure functions.
+
+A sentence that is wrong costs more than one that is missing: each limit says why a healthy run does not reach it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.devices.strain import Strain
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.recipe.recipe_files import word_value
+from trainer.telemetry.clocks import Throughput
+
+TRIAL = 50  # steps: a run of fewer is to see whether it runs, not to learn
+SAMPLES = 50  # held-out ones, and 20 of a class: of fewer a share says little
+OF_CLASS = 20
+STANDS = 3  # epochs without any change: one or two of them happen to a run that begins slowly
+ABOVE = 1.1  # times guessing: fresh weights are less than that above it, or fall below within an epoch
+GROWN = 1.5  # times the lowest: what chance does between epochs is far less
+FEEBLE = 0.1  # of guessing: below it, losses of a model that has learned all may double by chance
+LEARNED = 0.05  # loss above its floor: 95 % of the probability is on the right class
+WRONG = 0.1  # share of held-out samples: a model that generalises is below, or its training loss is not near zero
+OTHERS = 0.2  # share of the cores' time: less lengthens a run by less than a quarter
+BRIEF = 1.0  # seconds: what other programs do in less says nothing of a run
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run at the end of an epoch, or of its last.
+
+    Attributes:
+        over: whether no more is trained.
+        step, steps: those done, and those of the whole run.
+        epoch_steps, warmup: steps of an epoch, and the first ones, in which the learning rate rises.
+        losses: mean training loss of each epoch.
+        validation: metrics of the last epochs, up to this one.
+        classes: outputs of a classification with the shipped loss and no class weights; None elsewhere.
+        names: of the classes.
+        actual, predicted, before: held-out samples of each class, those predicted as it, and those in the epoch before;
+            empty where that is not known.
+        labelled: whether the labels of the training images are known, so that classes can be balanced.
+        throughput: of the run so far.
+        strain: of the machine.
+    """
+
+    over: bool
+    step: int
+    steps: int
+    epoch_steps: int
+    warmup: int = 0
+    losses: Sequence[float] = ()
+    validation: Sequence[Mapping[str, float]] = ()
+    classes: int | None = None
+    names: Sequence[str] = ()
+    actual: Sequence[int] = ()
+    predicted: Sequence[int] = ()
+    before: Sequence[int] = ()
+    labelled: bool = False
+    throughput: Throughput | None = None
+    strain: Strain = field(default_factory=Strain)
+
+    @property
+    def guessing(self) -> float | None:
+        """The loss of a model that gives all classes the same chance, also where targets are smoothed or mixed."""
+        return math.log(self.classes) if self.classes and self.classes > 1 else None
+
+    @property
+    def settled(self) -> Sequence[float]:
+        """Training losses of the epochs after the warm-up."""
+        return self.losses[math.ceil(self.warmup / self.epoch_steps) :]
+
+    @property
+    def largest(self) -> float:
+        """The share of held-out samples that are of the largest class."""
+        return max(self.actual) / sum(self.actual)
+
+
+def symptoms(facts: Facts, recipe: Recipe) -> dict[str, str]:
+    """What goes wrong, as sentences by their kinds."""
+    sentences = ((kind, tell(facts, recipe)) for kind, tell in KINDS.items())
+    told = {kind: sentence for kind, sentence in sentences if sentence is not None}
+    for cause, follows in CAUSES.items():
+        if cause in told:
+            told.pop(follows, None)
+    return told
+
+
+def _loss(facts: Facts, recipe: Recipe) -> str | None:
+    losses, settled, guess = facts.losses, facts.settled, facts.guessing
+    if len(losses) < 2 or not all(map(math.isfinite, losses)):
+        return None
+    lower = _tried(
+        recipe, f"optimizer.lr={_lower(recipe):g}", *(["clip_grad_norm=1"] * (recipe.clip_grad_norm is None))
+    )
+    last, least = losses[-1], min(losses)
+    if guess is not None and len(settled) > 1 and last > ABOVE * guess and last > min(settled[:-1]):
+        return f"the loss is above guessing ({guess:.2f}) and does not fall, {last:.4g} now: lower optimizer.lr{lower}"
+    grows = len(losses) > 2 and losses[-1] > losses[-2] > losses[-3] and last > GROWN * least > 0
+    # Of a loss whose size means nothing to us, only what undoes all learning is told.
+    if grows and last > (losses[0] if guess is None else FEEBLE * guess):
+        course = f"from {least:.4g} in epoch {losses.index(least) + 1} to {last:.4g} now"
+        return f"the loss grows, {course}: lower optimizer.lr{lower}"
+    return None
+
+
+def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
+    """Where classes are balanced by the recipe, a model that is worth more may be right less often."""
+    count, last = sum(facts.actual), facts.validation[-STANDS:]
+    if (
+        not _balances(recipe)
+        or count < SAMPLES
+        or len(last) < STANDS
+        or len(facts.settled) < STANDS
+        or facts.step - facts.warmup < TRIAL
+    ):
+        return None
+    share = facts.largest
+    entropy = -sum(n / count * math.log(n / count) for n in facts.actual if n)
+    chance = math.sqrt(share * (1 - share) / count)
+    if any(epoch["top1"] > share + chance for epoch in last) or facts.losses[-1] < 0.9 * entropy:
+        return None
+    # The held-out loss is plain: a model that knows more than the classes' shares has a smaller one, or a falling one.
+    if not last[-1]["loss"] > max(0.95 * entropy, 0.98 * last[0]["loss"]):
+        return None
+    text = f"accuracy stands at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out images: "
+    text += "nothing is learned"
+    uneven = share >= 2 * sum(n > 0 for n in facts.actual) ** -1
+    if uneven and facts.labelled:
+        return text + _tried(recipe, *_balances(recipe))
+    spiked = facts.guessing is not None and max(facts.losses) > 1.05 * facts.guessing
+    rates = [_lower(recipe)] if spiked else [_lower(recipe), 10 * recipe.optimizer.lr]
+    return text + _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates)) + ", and look whether the labels fit"
+
+
+def _memorised(facts: Facts, recipe: Recipe) -> str | None:
+    """Under mixed targets the lowest loss is not known."""
+    mixed = recipe.augment.mixup or recipe.augment.cutmix
+    if mixed or facts.classes is None or sum(facts.actual) < SAMPLES or facts.step < TRIAL or len(facts.losses) < 2:
+        return None
+    floor, top1 = _floor(recipe.loss.label_smoothing, facts.classes), facts.validation[-1]["top1"]
+    if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
+        return None
+    text = (
+        f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): more images help"
+    )
+    others = ["augment.mixup=0.2"]
+    others += ["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)
+    others += ["loss.label_smoothing=0.1"] * (recipe.loss.label_smoothing == 0)
+    return text + _tried(recipe, *others, by=", or ")
+
+
+def _rising(facts: Facts, recipe: Recipe) -> str | None:
+    last = facts.step if facts.over else facts.steps
+    if last < TRIAL or facts.warmup < last:
+        return None
+    epochs = last / facts.epoch_steps
+    text = f"the learning rate still rises at the end: the warm-up takes {recipe.schedule.warmup_epochs:g} epochs of "
+    return f"{text}{epochs:.3g}{_tried(recipe, f'schedule.warmup_epochs={epochs / 10:.2g}')}"
+
+
+def _never(facts: Facts, recipe: Recipe) -> str | None:
+    """Told in the second half of a run: before, hard classes are still to come."""
+    if not facts.before or facts.step - facts.warmup < TRIAL or not (facts.over or 2 * facts.step > facts.steps):
+        return None
+    if facts.validation[-1]["top1"] <= 1.5 * facts.largest:  # what holds for most classes is no fault of some
+        return None
+    counted = zip(facts.actual, facts.predicted, facts.before, strict=True)
+    places = [n for n, (actual, *predicted) in enumerate(counted) if actual >= OF_CLASS and not any(predicted)]
+    if not places:
+        return None
+    names = ", ".join(facts.names[n] if n < len(facts.names) else str(n) for n in places[:5])
+    text = f"no image is predicted as {names}{', ...' * (len(places) > 5)}, and the held-out images have "
+    text += f"{sum(facts.actual[n] for n in places)} of {'it' if len(places) == 1 else 'them'}"
+    balance = _tried(recipe, *_balances(recipe)) if facts.labelled else ""
+    return text + (balance or ": look whether the training images have enough and their labels fit")
+
+
+def _cores(facts: Facts, recipe: Recipe) -> str | None:
+    if facts.strain.others < OTHERS or facts.strain.seconds < BRIEF:
+        return None
+    text = (
+        f"other programs kept the cores for {min(1.0, facts.strain.others):.0%} of the time, so figures of speed say "
+    )
+    return f"{text}little: type top to see which, and run it again without them"
+
+
+def _rate(facts: Facts, recipe: Recipe) -> str | None:
+    if steady(facts.throughput):
+        return None
+    steps = f"max_steps={10 * max(TRIAL, facts.steps)}" if recipe.max_steps else f"epochs={10 * recipe.epochs}"
+    return f"images/s scatter more than their mean, which therefore says nothing: measure longer{_tried(recipe, steps)}"
+
+
+def steady(throughput: Throughput | None) -> bool:
+    """Whether a rate is worth telling: it does not scatter more than its size."""
+    return throughput is None or throughput.std is None or throughput.std <= throughput.samples_per_sec
+
+
+def _throttled(facts: Facts, recipe: Recipe) -> str | None:
+    strain = facts.strain
+    if strain.quota is not None:
+        return (
+            f"the container's quota of {strain.quota:g} cores stopped the training again and again"
+            f"{_tried(recipe, f'threads={max(1, int(strain.quota))}')}, or give it more"
+        )
+    if not strain.throttled:
+        return None
+    ask = "nvidia-smi -q -d PERFORMANCE" if "cuda" in strain.throttled else "sensors"
+    return f"the device is throttled: {strain.throttled}; type {ask}, and see to its cooling and power"
+
+
+KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
+    "loss": _loss,
+    "accuracy": _accuracy,
+    "memorised": _memorised,
+    "learning rate": _rising,
+    "never predicted": _never,
+    "cores": _cores,
+    "rate": _rate,
+    "throttled": _throttled,
+}
+
+
+CAUSES = {"loss": "accuracy", "never predicted": "memorised"}  # why something is so, and what then needs no word
+
+
+def _lower(recipe: Recipe) -> float:
+    return float(f"{recipe.optimizer.lr / 10:.3g}")
+
+
+def _balances(recipe: Recipe) -> list[str]:
+    balanced = recipe.data.balance or recipe.loss.class_weights is not None
+    return [] if balanced else ["data.balance=true", "loss.class_weights=balanced"]
+
+
+def _floor(smoothing: float, classes: int) -> float:
+    """The lowest cross-entropy that targets smoothed so allow: their entropy."""
+    shares = [1 - smoothing + smoothing / classes, *[smoothing / classes] * (classes - 1)]
+    return -sum(share * math.log(share) for share in shares if share)
+
+
+def _tried(recipe: Recipe, *words: str, by: str = ": ") -> str:
+    """The words to try that a recipe can have, as an end of a sentence."""
+    possible = []
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            recipe.replace(**{key.replace(".", "__"): word_value(key, value)})
+        except RecipeError:
+            continue
+        possible.append(word)
+    return f"{by}try {' or '.join(possible)}" if possible else ""

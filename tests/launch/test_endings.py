@@ -1,11 +1,22 @@
 """Which rank's failure explains the others."""
 
 import json
+import signal
 
 import pytest
 
-from trainer.errors import RecipeError, TrainerError, in_one_line, sentence
-from trainer.launch.endings import Ending, first_cause, say, with_stack, write_report
+from trainer.errors import (
+    DiskFullError,
+    Interrupted,
+    NotFiniteError,
+    PeerError,
+    Preempted,
+    RecipeError,
+    TrainerError,
+    in_one_line,
+    sentence,
+)
+from trainer.launch.endings import Ending, cause, first_cause, say, with_stack, write_report
 from trainer.processes import family, stacks
 
 
@@ -34,6 +45,39 @@ def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str)
     found = first_cause(endings)
     assert (found.rank, found.code) == (rank, code)
     assert found.line.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (Interrupted("stopped by Ctrl-C"), "SIGINT"),
+        (KeyboardInterrupt(), "SIGINT"),
+        (Preempted("stopped by SIGUSR1"), "SIGUSR1"),
+        (NotFiniteError("nan"), "not finite"),
+        (MemoryError("out of memory"), "out of memory"),
+        (DiskFullError("full"), "disk full"),
+        (PeerError("rank 0: lost another rank (it died, or was silent for `timeout`): Connection closed"), "lost rank"),
+        (
+            PeerError("rank 0: lost another rank (...): timed out after 5000 ms"),
+            "time limit: a rank or device was silent",
+        ),
+        (ValueError("a bug"), "error"),
+    ],
+)
+def test_a_cause_in_a_word_or_two(error, name, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert cause(error, signal.SIGUSR1) == name
+
+
+def test_the_cause_of_a_rank_that_lost_another_is_the_others(tmp_path, monkeypatch):
+    for rank, (line, code) in enumerate([("lost", 7), ("lost", 7), ("out of memory", 6)]):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        write_report(line, code, 5.0)
+    assert cause(PeerError("lost another rank")) == "out of memory on rank 2"
+    assert cause(NotFiniteError("nan")) == "not finite"
 
 
 def test_a_bug_is_told_by_where_the_users_own_code_raised_it(tmp_path, monkeypatch):

@@ -146,7 +146,7 @@ def tried(machine):
 
 def timed(machine):
     """The timers of a run over two streams, of which one is busy when it is asked."""
-    timer, watch, ledger = StepTimer([CARD], 0), Stopwatch(CARD), Ledger([CARD])
+    timer, watch, ledger = StepTimer([CARD], 0), Stopwatch(CARD), Ledger("other", [CARD])
     for _ in range(70):
         timer.update()
         with watch:

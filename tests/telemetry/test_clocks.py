@@ -116,10 +116,47 @@ def test_a_part_that_fails_waits_for_no_device(monkeypatch):
     """It may have work that needs a peer which is gone."""
     waits = []
     monkeypatch.setattr(clocks, "synchronise", waits.append)
-    ledger = Ledger([torch.device("cpu")])
+    ledger = Ledger("other", [torch.device("cpu")])
     with pytest.raises(ZeroDivisionError), ledger.span("saving"):
         raise ZeroDivisionError
-    assert len(waits) == 1 and ledger.seconds == {}
+    assert len(waits) == 1 and ledger.turn("end") == "other"
     with ledger.span("saving"):
         pass
-    assert len(waits) == 3 and [*ledger.seconds] == ["saving"]
+    assert len(waits) == 3
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the time is, to be set."""
+    now = [0.0]
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_each_second_is_of_one_part(clock):
+    ledger = Ledger("start-up: ranks")
+    clock[0] = 2
+    with ledger.span("steps"):
+        clock[0] = 5
+        with ledger.span("logging"):
+            clock[0] = 6
+        clock[0] = 10
+    clock[0] = 11
+    assert ledger.by_now() == {"start-up: ranks": 3, "steps": 7, "logging": 1}
+
+
+def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock):
+    ledger = Ledger("steps")
+    clock[0] = 10
+    ledger.note_steps(0, 0.0, 0.0)
+    ledger.note_steps(1, 10, 1)
+    clock[0] = 30
+    ledger.note_steps(10, 20, 0)  # 2 seconds each: the first took 9
+    assert ledger.by_now() == {"steps": 22, "waiting for data": 1, "start-up: first step": 7}
+    clock[0] = 90
+    ledger.note_steps(5, 60, 0)
+    clock[0] = 100
+    for _ in range(2):
+        ledger.note_failure()
+    spent = {"steps": 82, "waiting for data": 1, "start-up: first step": 7, "unfinished steps": 10}
+    assert ledger.by_now() == spent and sum(spent.values()) == 100

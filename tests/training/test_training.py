@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tests.command_line import QUIET, WHOLE, environment, losses, ok, result, st
 from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
+from trainer.telemetry.clocks import Ledger
 
 SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
 
@@ -376,10 +376,15 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
 def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
     """Of the steps: a start that took longer than that, as of a model that is compiled, leaves nothing unmeasured."""
     words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
-    began = SimpleNamespace(perf_counter=lambda: time.perf_counter() - 1000)
-    monkeypatch.setattr("trainer.training.wiring.time", began)
+
+    def slow(part):
+        ledger = Ledger(part)
+        ledger.begun = ledger._since = ledger.begun - 1000
+        return ledger
+
+    monkeypatch.setattr("trainer.training.wiring.Ledger", slow)
     found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
-    assert found["steps"] == 20
+    assert found["steps"] == 20 and found["seconds_in"]["start-up"] > 1000
     monkeypatch.setattr("trainer.training.rank_sync.SECONDS", 0.0)
     found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
     assert found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0

@@ -16,7 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import PeerError, RecipeError, SetupError, TrainerError, sentence
+from trainer.errors import (
+    CheckpointError,
+    DeviceMemoryError,
+    DiskFullError,
+    FolderInUseError,
+    Interrupted,
+    NotFiniteError,
+    PeerError,
+    Preempted,
+    RecipeError,
+    SetupError,
+    TrainerError,
+    explain,
+    sentence,
+)
 from trainer.processes import family, interrupts, stacks
 from trainer.processes.rank import place
 from trainer.processes.terminal import as_typed
@@ -82,10 +96,41 @@ def _how_it_ended(end: Ending) -> str:
     return f"rank {end.rank} was killed by {name}{CAUSES.get(name, '')}"
 
 
-def reports(logs: Path) -> dict[int, Ending]:
+CAUSE_NAMES = {  # by exit code
+    RecipeError.code: "recipe",
+    SetupError.code: "environment",
+    CheckpointError.code: "checkpoint",
+    NotFiniteError.code: "not finite",
+    DeviceMemoryError.code: "out of memory",
+    PeerError.code: "lost rank",
+    FolderInUseError.code: "folder in use",
+    DiskFullError.code: "disk full",
+    Interrupted.code: signal.SIGINT.name,
+    Preempted.code: signal.SIGTERM.name,
+}
+TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)  # in the line of a PeerError
+
+
+def cause(error: BaseException, received: signal.Signals | None = None) -> str:
+    """Why this rank ends, in a word or two: that of the rank which took it along, where one of this node says so."""
+    line, code = explain(error)
+    if code == Preempted.code and received is not None:
+        return received.name
+    if code == PeerError.code:
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        others = reports(Path(file).parents[1], "*/error.json") if file else {}
+        for end in sorted(others.values(), key=lambda end: end.time):
+            if end.code not in (PeerError.code, Interrupted.code, Preempted.code):
+                return f"{CAUSE_NAMES.get(end.code, 'error')} on rank {end.rank}"
+        if TIME_LIMIT.search(line):
+            return "time limit: a rank or device was silent"
+    return CAUSE_NAMES.get(code, "error")
+
+
+def reports(logs: Path, pattern: str = "*/attempt_*/*/error.json") -> dict[int, Ending]:
     """What the ranks of this node wrote when they failed, by rank."""
     endings: dict[int, Ending] = {}
-    for path in logs.glob("*/attempt_*/*/error.json"):
+    for path in logs.glob(pattern):
         with suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads(path.read_text())["message"]
             extra = message["extraInfo"]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -90,6 +90,7 @@ class Interrupts:
         self._beat = 0.0  # never
         self._peers: set[int] = set()
         self._suspended = self._warned = False
+        self.last_words: Callable[[str], None] = lambda cause: None  # called before this process ends here
         self._watchdog = Watchdog()
         self._done = False
 
@@ -167,6 +168,7 @@ class Interrupts:
         if self.received is signal.SIGINT or (not self._beat and not self.own_process):
             if not self.own_process:
                 raise KeyboardInterrupt
+            self.last_words(signal.SIGINT.name)
             exit_now(128 + signal.SIGINT)
         if self.received is None:
             self.received = signal.Signals(number)
@@ -194,6 +196,7 @@ class Interrupts:
 
     def _leave(self, number: signal.Signals, why: str) -> None:
         rank = place().rank
+        self.last_words(f"{why} after {number.name}" if why else number.name)
         if why:
             where = stacks.dump(f"{why} after {number.name}")
             line = f"rank {rank}: {why} after {number.name}; leaving without saving{where}"

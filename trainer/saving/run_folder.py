@@ -22,6 +22,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, why, write_atomically
+from trainer.saving.journal import JOURNAL
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
 # Keys of data that a run settles before it writes its recipe.
@@ -84,7 +85,7 @@ class RunFolder(NullFolder):
         used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         restarted = is_this_job(owner)
         if owner and not restarted and not self._saved():  # without an owner the files are the user's own
-            self._clear()
+            self._clear(recipe.resume)
             used, self.replaced = False, used
         resuming = used and (recipe.resume == "auto" or restarted)
         if used and not resuming:
@@ -145,11 +146,14 @@ class RunFolder(NullFolder):
         done = self.previous_result(lambda text: None).get("status") == "completed"
         return done or bool(weights) or any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
 
-    def _clear(self) -> None:
-        """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next."""
+    def _clear(self, resume: str | None) -> None:
+        """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next.
+
+        With resume=auto that is another attempt of the same run, which the journal counts.
+        """
         written = ["recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json"]
         written += ["skipped.csv", "worst.csv", "timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt"]
-        written += ["wandb.json", "mlflow.json"]
+        written += ["wandb.json", "mlflow.json", *([JOURNAL] if resume is None else [])]
         for path in (path for pattern in written for path in self.path.glob(pattern)):
             with suppress(OSError):
                 path.unlink()
@@ -237,6 +241,7 @@ class RunFolder(NullFolder):
         with suppress(OSError):
             failed = isinstance(sys.exception(), TrainerError)
             if failed and self._first and not os.path.lexists(self.path / "recipe.yaml"):
+                (self.path / JOURNAL).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
                 if self._made:
                     self.path.rmdir()

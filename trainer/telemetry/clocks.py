@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from trainer.saving.journal import DATA, START, STEPS, UNFINISHED
+
 
 def synchronise(devices: Sequence[torch.device]) -> None:
     """Wait until the devices have done what they were given."""
@@ -229,23 +231,63 @@ class Stopwatch:
 
 
 class Ledger:
-    """Seconds of a run outside the parts that every step has, by name."""
+    """Seconds of a process by what it does: at each moment one part, so that they add up.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    Attributes:
+        begun: `time.perf_counter()` of when it was made.
+    """
+
+    def __init__(self, part: str, devices: Sequence[torch.device] = ()) -> None:
+        """It begins with this part."""
         self.devices = devices
         self.seconds: dict[str, float] = {}
+        self.begun = self._since = time.perf_counter()
+        self._part = part
+        self._first: float | None = None  # seconds of the first step, until those of the next ones are known
+        self._ended = 0.0  # seconds of steps that have ended
 
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def turn(self, part: str, at: float | None = None) -> str:
+        """From here on, or from `time.perf_counter()` `at` on, it is this part; gives the one before."""
+        now, before = time.perf_counter() if at is None else at, self._part
+        self._move(now - self._since, None, before)
+        self._since, self._part = now, part
+        return before
+
+    def by_now(self) -> dict[str, float]:
+        """Seconds of each part so far."""
+        self.turn(self._part)
+        return dict(self.seconds)
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, part: str) -> Iterator[None]:
         """What happens in this block, with the devices idle before and after it.
 
         Where it fails nothing is waited for: the device may have work that needs a peer which is gone.
         """
         synchronise(self.devices)
-        begun = time.perf_counter()
-        yield
-        synchronise(self.devices)
-        self.add(name, time.perf_counter() - begun)
+        before = self.turn(part, time.perf_counter())
+        try:
+            yield
+            synchronise(self.devices)
+        finally:
+            self.turn(before, time.perf_counter())
+
+    def note_steps(self, steps: int, seconds: float, waited: float) -> None:
+        """A window of steps has ended: what they waited for data, and what the first one took longer, is no step's."""
+        if not steps:
+            return
+        self._move(waited, STEPS, DATA)
+        mean = (seconds - waited) / steps
+        if self._first is not None:
+            self._move(max(0.0, self._first - mean), STEPS, f"{START}first step")
+        self._first = mean if self._ended == 0.0 else None
+        self._ended = self.by_now()[STEPS]
+
+    def note_failure(self) -> None:
+        """Steps since the last window have not ended."""
+        self._move(max(0.0, self.by_now().get(STEPS, 0.0) - self._ended), STEPS, UNFINISHED)
+
+    def _move(self, seconds: float, source: str | None, target: str) -> None:
+        for part, change in ((source, -seconds), (target, seconds)):
+            if part is not None:
+                self.seconds[part] = self.seconds.get(part, 0.0) + change

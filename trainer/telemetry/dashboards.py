@@ -14,7 +14,9 @@ from typing import Any
 FIRST, LAST = "overview/", "z_"
 _MOVED = ("memory/", "pipeline/", "summary/")  # to the end
 # What a run that is continued within an epoch logs anew at its end.
-AT_END = re.compile(r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|part_communication)")
+AT_END = re.compile(
+    r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
+)
 ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every part of a run tells for itself
 PICTURES = ("batch as the model sees it", "worst predictions", "confusion matrix", "accuracy a class", "timeline")
 SUMMARY = {"samples_per_sec": "images/s", "step_ms": "step, ms", "hours": "hours"}  # results by tag below summary/
@@ -62,6 +64,7 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
         _lines("images/s, one device", "speed/samples_per_sec_per_device"),
         _lines("images/s, validation", "speed/val_samples_per_sec"),
         _lines("step, ms", "speed/step_ms"),
+        _lines("goodput, %: time of steps that count, of all time", "speed/goodput_pct"),
     ]
     rows = {
         "does it learn": learning,

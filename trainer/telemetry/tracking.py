@@ -18,8 +18,10 @@ from trainer.processes.terminal import BOLD, DIM, as_typed, rewrites, styled
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import write_atomically, writing
+from trainer.saving.journal import OTHER, Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
+from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
@@ -33,6 +35,7 @@ class NullTracker:
     """What a `Tracker` answers on ranks that have no run folder."""
 
     folder = NullFolder()
+    journal = NullJournal()
     path: Path | None = None
     shows = False  # whether there is a page to make pictures and texts for
 
@@ -69,10 +72,12 @@ class Tracker(NullTracker):
     folder: RunFolder
     path: Path
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, ledger: Ledger | None = None, ours: bool = False) -> None:
+        """`ledger`, `ours`: what this process spends its seconds on, and whether it is there for this run only."""
         self.recipe = recipe
         self.folder = folder
         self.path = folder.path
+        self.journal = Journal(folder.path, folder.check, (ledger or Ledger(OTHER)).by_now, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
@@ -121,6 +126,7 @@ class Tracker(NullTracker):
             if self.recipe.logging.tensorboard:
                 self._open_events(position, metric)
         self._loggers = Loggers(self.recipe, self.path, self.say)
+        self.journal.resumed(position.step)
         self._spoke = time.perf_counter()
         if self.recipe.logging.progress and (kind := bar_kind()) is not None:
             starts = f"epoch {self._epoch}/{self.recipe.epochs}  starting"
@@ -170,6 +176,7 @@ class Tracker(NullTracker):
         Called about once a second, or after every step that takes longer.
         """
         now, self._epoch = time.perf_counter(), epoch
+        self.journal.mark(step)
         self._paced = self._paced or (step, now)  # the first steps wait for everything to start
         first, begun = self._paced
         left = (now - begun) / (step - first) * (self._total - step) if step > first else None
@@ -179,6 +186,7 @@ class Tracker(NullTracker):
 
     def evaluating(self, done: int, total: int, speed: float) -> None:
         """Evaluation is at batch `done` of `total`, with so many images/s."""
+        self.journal.mark()
         self._state(f"evaluating {done}/{total}", f"{speed:,.0f} images/s")
 
     def _state(self, *parts: str, step: int | None = None) -> None:
@@ -236,6 +244,7 @@ class Tracker(NullTracker):
         self._bar = self._steps = self._events = self._loggers = None
         with ExitStack() as closing:  # all of them, also when a disk is full
             closing.callback(self.folder.close)
+            closing.callback(self.journal.close)
             closing.enter_context(writing(self.path))
             for part in (loggers, bar, steps, events):
                 if part is not None:

@@ -21,7 +21,7 @@ BUDGET = 0.01  # of the run's seconds
 def diagnose(run: Run) -> Verdict | None:
     """What bounds this run's step; None where no step was measured. Collective; the same on every rank."""
     world, timer = run.world, run.timer
-    spent = time.perf_counter() - run.begun
+    spent = time.perf_counter() - run.ledger.begun
     speed = timer.summary(run.loader.samples_per_step)
     seconds = parts(run)
     if world.broadcast_object(speed.step_time_s is None):

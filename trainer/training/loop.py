@@ -16,6 +16,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
+from trainer.saving.journal import COMPLETED, STEPS
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
 from trainer.training import diagnosis, noticing, presenting, reporting, snapshots, stopping
@@ -25,7 +26,7 @@ from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run
-from trainer.training.wiring import prepare
+from trainer.training.wiring import note_end, prepare
 
 
 def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None = None) -> Result:
@@ -48,6 +49,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
         except BaseException as error:
             # Write how the run ended; nothing collective, nothing saved.
             if this is not None:
+                note_end(this.tracker, this.ledger, interrupts, error)
                 with interrupts.saving():
                     this.saver.leave()
                     this.saver.remove_draft()
@@ -64,12 +66,12 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
 
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done, or patience is lost."""
-    run.ledger.add("start-up", time.perf_counter() - run.begun)
     for epoch in range(run.position.epoch, run.recipe.epochs):
         if stopping.is_over(run):
             break
         begun = time.perf_counter()
-        train_epoch(run, epoch)
+        with run.ledger.span(STEPS):
+            train_epoch(run, epoch)
         end_epoch(run, epoch, begun)
 
 
@@ -168,7 +170,8 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
-    tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
+    values |= {"speed/val_samples_per_sec": speed} | reporting.goodput(run)
+    tracker.scalars(values | reporting.summary(run), step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     run.position = Position(step, epoch + 1, 0)
     noticing.tell(run)
@@ -246,6 +249,7 @@ def finish(run: Run) -> Result:
     note_memory(run)
     noticing.look(run, over=True)
     verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
+    run.tracker.journal.end(COMPLETED)
     result = reporting.result(run, "completed")
     result["verdict"] = verdict.to_dict() if verdict else None
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands

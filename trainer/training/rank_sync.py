@@ -64,6 +64,7 @@ class RankSync:
         loss = math.fsum(torch.stack(run.unlogged).tolist())
         bad = run.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
+        run.ledger.note_steps(steps, seconds, waited)
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
             before = self._window
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
@@ -106,8 +107,9 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
     Raises:
         TrainerError: `stop`, on every rank.
     """
-    snapshots.save(run)
-    snapshots.finish_saving(run)
+    with run.ledger.span("saving"):
+        snapshots.save(run)
+        snapshots.finish_saving(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
     saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it

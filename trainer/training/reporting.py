@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.devices import precision
 from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
+from trainer.saving.journal import START
 from trainer.tasks.task import figure
 from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size, duration, in_sentences, number
@@ -223,9 +224,16 @@ def _best(run: Run) -> str:
 
 def parts(run: Run) -> dict[str, float]:
     """Seconds of this part of the run by what they went to; "steps" are what the others leave."""
-    ledger, spent = run.ledger.seconds, time.perf_counter() - run.begun
-    apart = {name: ledger.get(name, 0.0) for name in ("start-up", "evaluation", "averaging", "saving")}
+    ledger, spent = run.ledger.by_now(), time.perf_counter() - run.ledger.begun
+    apart = {"start-up": sum(seconds for part, seconds in ledger.items() if part.startswith(START))}
+    apart |= {name: ledger.get(name, 0.0) for name in ("evaluation", "averaging", "saving")}
     return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
+
+
+def goodput(run: Run) -> dict[str, float]:
+    """TensorBoard's value, on rank 0."""
+    found = run.tracker.journal.goodput()
+    return {"speed/goodput_pct": 100 * found["fraction"]} if found else {}
 
 
 def saves(run: Run) -> dict[str, float] | None:
@@ -285,6 +293,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "seconds": run.seconds(),
             "seconds_in": parts(run),
             "save": saves(run),
+            "goodput": run.tracker.journal.goodput(),
             "verdict": None,
             "warnings": run.noticed.warnings,
             "facts": run.facts,

@@ -89,6 +89,12 @@ class Result(Metrics):
         "since the last interruption: number of saves (`count`), mean seconds that one paused training (`blocked_s`) "
         "and until its files were written (`seconds`)",
     ]
+    goodput: Annotated[
+        dict[str, Any] | None,
+        "over all attempts of the run: the `fraction` of its time `wall_s` that went into steps that count, the "
+        "`seconds` of each part, the number of `attempts` and their `ends`, `notes` on what is not counted: see "
+        "[resume](resume.md#goodput-where-the-time-went)",
+    ]
     verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
     warnings: Annotated[dict[str, str], "what goes wrong, in sentences; empty if nothing is known to"]
     facts: Annotated[dict[str, str], "what ran, by title, as `runs show` prints it"]

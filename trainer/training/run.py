@@ -113,7 +113,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     updater: Updater
     model: ModelFacts
-    begun: float  # time.perf_counter() at the process's start of work
+    ledger: Ledger  # since the process's start of work
     average: MovingAverage | None = None
     position: Position = field(default_factory=lambda: Position(0, 0, 0))
     history: History = field(default_factory=History)
@@ -131,7 +131,7 @@ class Run:
         self.total_steps = total_steps(self.recipe, self.steps_per_epoch)
         self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
         self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
-        self.ledger = Ledger(self.world.drives)
+        self.ledger.devices = self.world.drives
         self.noticed = Noticed(StrainMeter(self.world.drives, self.world.place.local_size))
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
@@ -142,4 +142,4 @@ class Run:
 
     def seconds(self) -> float:
         """Seconds of this run over all its parts."""
-        return self.history.seconds + time.perf_counter() - self.begun
+        return self.history.seconds + time.perf_counter() - self.ledger.begun

@@ -4,9 +4,8 @@ is built; `build` data, model, mode and optimizer; `begin`. For training, evalua
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, cont
 from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError
+from trainer.launch import endings
 from trainer.models.inputs import with_pretrained_input
 from trainer.models.norms import check_alone
 from trainer.models.shapes import without_values
@@ -34,8 +34,10 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe, flatten
+from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
+from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import forward_flops, peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, reporting, resuming
@@ -49,12 +51,16 @@ from trainer.training.speed_test import speed_recipe
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
     """Everything before the first step: claim the run folder, resolve the recipe, build, begin."""
-    begun = time.perf_counter()
+    ledger = Ledger(f"{START}ranks")
     start_process(recipe)
-    claimed = claim(recipe, callbacks, closing)
-    resolved = resolve(recipe, claimed, closing)
-    run = build(resolved, interrupts, callbacks, begun)
-    begin(run, resolved)
+    claimed = claim(recipe, interrupts, callbacks, closing, ledger)
+    with claimed.part("data"):
+        resolved = resolve(recipe, claimed, closing)
+    with claimed.part("model"):
+        run = build(resolved, interrupts, callbacks, ledger)
+    with claimed.part("logging"):
+        begin(run, resolved)
+    ledger.turn(OTHER)
     return run
 
 
@@ -71,9 +77,17 @@ class Claim:
     tracker: NullTracker
     settled: dict[str, Any]
     before: Before
+    ledger: Ledger
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the start-up, which the journal has from its beginning and end on."""
+        with self.ledger.span(f"{START}{name}"):
+            yield
+        self.tracker.journal.mark(now=True)
 
 
-def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
+def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing: ExitStack, ledger: Ledger) -> Claim:
     """Meet the other ranks and hold the run folder until `closing` is closed. Collective.
 
     The folder is held when all have met: a run that waits for its ranks keeps no other out. Where rank 0 cannot have
@@ -85,8 +99,11 @@ def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
     if world.is_main:
         try:
             folder = RunFolder(recipe)
-            tracker = Tracker(recipe, folder)
+            closing.callback(folder.close)
+            tracker = Tracker(recipe, folder, ledger, interrupts.own_process)
             closing.callback(tracker.close)
+            closing.push(lambda kind, error, trace: note_end(tracker, ledger, interrupts, error))
+            interrupts.last_words = tracker.journal.end
             before = continued(folder)
         except TrainerError as error:
             refused = error
@@ -96,7 +113,14 @@ def claim(recipe: Recipe, callbacks: Callbacks, closing: ExitStack) -> Claim:
     stacks.write_to(path)
     closing.callback(callbacks.close)
     callbacks.connect(world)
-    return Claim(world, tracker, settled, before)
+    return Claim(world, tracker, settled, before, ledger)
+
+
+def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error: BaseException | None) -> None:
+    """The journal gets why this attempt ends, where that is an error."""
+    if error is not None:
+        ledger.note_failure()
+        tracker.journal.end(endings.cause(error, interrupts.received))
 
 
 def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
@@ -114,7 +138,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     shard = modes.data_shard(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, shard)
     check_same_images(world, data)
-    state = resuming.newest(tracker, world, recipe)
+    with claim.ledger.span(f"{START}resuming"):
+        state = resuming.newest(tracker, world, recipe)
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
     samples, resized = identified(world, data, state)
@@ -147,7 +172,7 @@ def task_of(recipe: Recipe, data: Datasets) -> Task:
     return tasks.create(recipe, data.classes, known_labels(data.train, skip=False))
 
 
-def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begun: float) -> Run:
+def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledger: Ledger) -> Run:
     """Model, mode, optimizer and batches; nothing of the run folder is written yet."""
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
@@ -160,7 +185,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, begu
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
     loader = Loader(data, recipe, task, resolved.shard, world.device, readers, known.get(WORKERS))
-    return Run(resolved, interrupts, callbacks, strategy, loader, optimizer, updater, facts, begun)
+    return Run(resolved, interrupts, callbacks, strategy, loader, optimizer, updater, facts, ledger)
 
 
 def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
@@ -190,7 +215,8 @@ def begin(run: Run, resolved: Resolved) -> None:
     run.facts = banner.facts(run)
     banner.say(run)
     if resolved.state is not None:
-        resuming.restore(run, resolved.state)
+        with run.ledger.span(f"{START}resuming"):
+            resuming.restore(run, resolved.state)
     tracker.start(run.position, run.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
     presenting.begin(run)

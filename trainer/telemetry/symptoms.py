@@ -97,7 +97,9 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
         recipe, f"optimizer.lr={_lower(recipe):g}", *(["clip_grad_norm=1"] * (recipe.clip_grad_norm is None))
     )
     last, least = losses[-1], min(losses)
-    if guess is not None and len(settled) > 1 and last > ABOVE * guess and last > min(settled[:-1]):
+    # In a warm-up a loss may begin high, and does not come back there from below.
+    astray = last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))
+    if guess is not None and last > ABOVE * guess and astray:
         return f"the loss is above guessing ({guess:.2f}) and does not fall, {last:.4g} now: lower optimizer.lr{lower}"
     grows = len(losses) > 2 and losses[-1] > losses[-2] > losses[-3] and last > GROWN * least > 0
     # Of a loss whose size means nothing to us, only what undoes all learning is told.

@@ -12,6 +12,7 @@ import torchvision
 from torch import Tensor
 
 from trainer.devices import precision
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
 from trainer.saving.journal import START
@@ -20,6 +21,7 @@ from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size, duration, in_sentences, number
 from trainer.telemetry.symptoms import steady
 from trainer.telemetry.verdict import StepParts, shares
+from trainer.training import wrong_labels
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result, SetFigures
@@ -208,6 +210,9 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
         lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
     best = {"best": f"{folder}/best.safetensors"} if _best(run) else {}
     lines |= {**verdict, "weights": f"{folder}/last.safetensors", **best}
+    if run.recipe.data.name in OWN_PHOTOS and folder is not None and (folder / wrong_labels.FILE).exists():
+        more = f"python -m trainer predict {shlex.quote(str(folder))} predict.split=train"
+        lines["worst"] = f"{folder}/{wrong_labels.FILE}; of the training images: {more}"
     if run.recipe.logging.tensorboard:
         lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"
     return lines

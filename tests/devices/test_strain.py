@@ -32,15 +32,16 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def after(self, seconds=0.0, busy=0.0, own=0.0, waited=0.0, stolen=0.0, stopped=0, hot=0.0):
+    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0, stopped=0, hot=0.0):
         """So much later both cores together were busy for so long, this process had so much, and waited so long."""
         self.now += seconds
         core = f"{int(busy / 2 * SECOND)} 0 0 0 0 0 0 {int(stolen / 2 * SECOND)} 0 0"
         self.write(self.proc / "stat", f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {core}\ncpu1 {core}\ncpu7 {'9' * 9} {core}\n")
         self.write(self.proc / "self/task/7/schedstat", f"0 {int(waited * 1e9)} 1\n")
         pid, parent = os.getpid(), os.getppid()
-        for number, above, spent in ((pid, parent, own / 2), (99999998, pid, own / 2), (99999999, 1, busy)):
-            fields = f"S {above} 0 0 0 0 0 0 0 0 0 {int(spent * SECOND)} 0 0 0 20"
+        for number, above, spent in ((pid, parent, own / 2), (99999998, pid, own / 2), (99999997, parent, peer)):
+            quarters = " ".join([str(int(spent / 4 * SECOND))] * 4)  # its own, its system's, those of its dead children
+            fields = f"S {above} 0 0 0 0 0 0 0 0 99999 {quarters} 99999"
             self.write(self.proc / str(number) / "stat", f"{number} (a (b) c) {fields}\n")
         self.write(self.sys / "fs/cgroup/cpu.max", "150000 100000\n")
         self.write(self.sys / "fs/cgroup/cpu.stat", f"nr_periods {int(10 * self.now)}\nnr_throttled {stopped}\n")
@@ -66,6 +67,13 @@ def machine(tmp_path, monkeypatch):
 def test_cores_that_others_had(machine, counters, others):
     meter = StrainMeter()
     machine.after(10, **counters)
+    assert meter.read().others == pytest.approx(others, abs=0.01)
+
+
+@pytest.mark.parametrize(("processes", "others"), [(1, 0.6), (2, 0.2)])
+def test_ranks_of_one_run_are_no_others(processes, others, machine):
+    meter = StrainMeter(processes=processes)
+    machine.after(10, busy=20, own=8, peer=8, waited=5)
     assert meter.read().others == pytest.approx(others, abs=0.01)
 
 

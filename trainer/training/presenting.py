@@ -203,7 +203,7 @@ def outcome(run: Run, result: Result, verdict: Verdict | None) -> str:
     """Markdown, the upper half: how it went, where the time went, what to do next."""
     lines = reporting.last_lines(run, result)
     title = next(iter(lines))
-    kept = ["bubble", "weights"] + ["verdict"] * (verdict is None)
+    kept = ["bubble", "warning", "weights"] + ["verdict"] * (verdict is None)
     return _markdown(
         {
             f"### {title}: {lines[title]}": "\n\n".join(f"{what}: {lines[what]}" for what in kept if what in lines),

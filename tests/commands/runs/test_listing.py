@@ -47,6 +47,13 @@ def test_newest_first_with_what_became_of_each(home):
     assert found["fifth"][3:5] == ["-", "-"]
 
 
+def test_a_run_that_has_no_verdict_shows_its_warnings(home):
+    make(home / "going", status="running", verdict=None, warnings={"loss": "the loss grows"})
+    make(home / "ended", warnings={"loss": "the loss grows"})
+    assert runs.command(["show", "going"]).count("the loss grows") == 1
+    assert "the loss grows" not in runs.command(["show", "ended"]), "its verdict says so"
+
+
 def test_it_fits_and_every_name_is_whole(home):
     long = "digits_interleaved_pipeline-pipeline-20261122-103335-of-many-words"
     make(home / long, "model.name=regnet_x_16gf", mode="local_sgd", best_top1=None, best_my_very_long_metric=0.123456)
@@ -113,7 +120,15 @@ DAMAGED = {
         "result.json",
         json.dumps(
             {"mode": 5, "status": [1], "steps": {}, "best_top1": True, "throughput": 3, "devices": 7, "losses": "no"}
-            | {"verdict": [], "versions": 1, "data": 5, "peak_memory_bytes": [], "best_epoch": "x", "recipe": {}}
+            | {
+                "verdict": [],
+                "warnings": 3,
+                "versions": 1,
+                "data": 5,
+                "peak_memory_bytes": [],
+                "best_epoch": "x",
+                "recipe": {},
+            }
         ).encode(),
     ),
     "not finite": (

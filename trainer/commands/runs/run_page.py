@@ -103,7 +103,10 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
         yield "speed", f"{readable.number(run.speed)} images/s{milliseconds}"
     if run.peak_memory is not None:
         yield "memory", f"{readable.as_size(run.peak_memory)} on the fullest device"
-    yield "verdict", str(_section(result, "verdict").get("sentence") or "")
+    verdict = _section(result, "verdict").get("sentence")
+    yield "verdict", str(verdict or "")
+    for sentence in _section(result, "warnings").values() if not verdict else ():  # which begins with them
+        yield "warning", str(sentence)
     versions = _section(result, "versions")
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if run.changed:

@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 CIFAR = ["recipe=cifar10_fast", "precision=bf16", "data.cache=ram"]
 DIGITS = ["recipe=digits_single"]
 QUIET = ["logging.tensorboard=false", "logging.verdict=false", "logging.progress=false"]
-MARK = "exchanged-"  # begins the names of such images
+MARK = "-exchanged"  # ends the names of such images
 ROWS = (50, 100, 200, 500, 1000)
 
 
@@ -43,14 +43,15 @@ def digits(folder: Path) -> Path:
 def exchanged(images: Path, folder: Path, share: float, seed: int) -> int:
     """Link the images into `folder`, a share of the training labels exchanged in pairs; returns how many are."""
     files = sorted(path for path in (images / "train").rglob("*") if path.is_file())
-    order, labels = random.Random(seed).sample(range(len(files)), len(files)), [path.parent.name for path in files]
+    order, labels = list(range(len(files))), [path.parent.name for path in files]
+    random.Random(seed).shuffle(order)
     wanted, wrong = round(share * len(files)) // 2 * 2, set[int]()
     for one, other in zip(order[::2], order[1::2], strict=False):
         if len(wrong) < wanted and labels[one] != labels[other]:
             labels[one], labels[other] = labels[other], labels[one]
             wrong |= {one, other}
     for number, (path, label) in enumerate(zip(files, labels, strict=True)):
-        place = folder / "train" / label / f"{MARK * (number in wrong)}{number}{path.suffix}"
+        place = folder / "train" / label / f"{number:06}{MARK * (number in wrong)}{path.suffix}"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(path.absolute())
     (folder / "val").symlink_to((images / "test").absolute())
@@ -78,7 +79,7 @@ def main() -> None:
         typed(*recipe, *words, f"output={run}")
         typed("predict", run, "predict.split=train", f"output={folder / 'labels'}", "logging.progress=false")
         with (folder / "labels" / "worst.csv").open(newline="") as file:
-            found = [Path(row["path"]).name.startswith(MARK) for row in csv.DictReader(file)]
+            found = [Path(row["path"]).stem.endswith(MARK) for row in csv.DictReader(file)]
         accuracy = json.loads((run / "result.json").read_text())["val_top1"]
     print(f"{wrong} labels exchanged; {accuracy:.1%} of the test images right")
     for rows in (rows for rows in ROWS if rows <= len(found)):

@@ -86,6 +86,8 @@ NOT_RUN = {
         "python tests/benchmarks/workers.py ddp --batch 96",
         "python tests/benchmarks/workers.py hogwild",
         "python tests/benchmarks/workers.py local_sgd",
+        "python tests/benchmarks/wrong_labels.py --images FOLDER epochs=3 threads=1",
+        "python tests/benchmarks/wrong_labels.py threads=1",
         "python tests/benchmarks/pipeline_tuning.py --no-sweep",
         "python tests/benchmarks/pipeline_tuning.py --no-sweep --batch 96",
         "python tests/benchmarks/pipeline_tuning.py --batch 96",

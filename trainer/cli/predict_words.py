@@ -10,8 +10,8 @@ from trainer.cli.dialects.meaning import CommandLine, Meaning, holds_runs
 from trainer.cli.known_keys import COMMAND_WORDS, is_name
 from trainer.cli.spelling import Word
 from trainer.errors import RecipeError
-from trainer.recipe.recipe_files import misspelt
 from trainer.recipe.reflection import defaults
+from trainer.recipe.text import misspelt
 
 HOME = "runs"  # where runs are, unless output= says otherwise
 RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.recipe.other_names import OTHER_KEYS
-from trainer.recipe.text import flatten, nearest, shown
+from trainer.recipe.near_names import advice_on
+from trainer.recipe.text import flatten, misspelt, nearest, shown
 
 # pydantic's types of error, as the words that follow "key=value must be".
 KINDS = {
@@ -34,10 +34,13 @@ INHERITING |= {"recipe"}  # as it is called on the command line
 WORDS = ("nproc", "plugin")  # of the command line, which belong to no recipe
 
 
-def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
+def explain_invalid(
+    error: ValidationError, defaults: Mapping[str, Any], comments: Mapping[str, str], top: Iterable[str]
+) -> tuple[str, str]:
     """The first of pydantic's errors: its dotted key, and one line that says what to type.
 
-    `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
+    `defaults` are all keys, dotted, with their defaults, and `comments` with what is said of them; `top` are the keys
+    and sections of the highest level.
     """
     findings = error.errors(include_url=False)
     key = _key(findings[0], defaults)
@@ -49,7 +52,7 @@ def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: It
         choices = ", ".join([*_choices(best), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
         return key, f"{key}={shown(best['input'])} must be {choices}"
     key = _key(best, defaults)
-    return key, _line(best, key, defaults, top)
+    return key, _line(best, key, defaults, comments, [*top])
 
 
 def _key(finding: ErrorDetails, defaults: Mapping[str, Any]) -> str:
@@ -74,7 +77,9 @@ def _choices(finding: ErrorDetails) -> list[str]:
     return [word for word in re.findall(r"\w+", finding["ctx"]["expected"]) if word != "or"]
 
 
-def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Iterable[str]) -> str:
+def _line(
+    first: ErrorDetails, key: str, defaults: Mapping[str, Any], comments: Mapping[str, str], top: Sequence[str]
+) -> str:
     kind = first["type"]
     if kind == "extra_forbidden":
         if key in INHERITING:
@@ -84,14 +89,10 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Itera
             return f"{key} is not a key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
         if (instead := _as_written(key, first["input"], defaults)) is not None:
             return f"{key} is not a key; write {instead}"
-        given = flatten({key: first["input"]})  # a misspelt section is recognised by what it holds
-        section = key.rpartition(".")[0]
-        within = [name for name in defaults if section and name.startswith(f"{section}.")]
-        guess = OTHER_KEYS.get(key.lower()) if OTHER_KEYS.get(key.lower()) in defaults else None
-        guess = guess or nearest(key, within or [*defaults, *top])
-        guess = guess or next(filter(None, (nearest(name, defaults) for name in given)), None)
-        hint = f"did you mean {guess}?" if guess else "python -m trainer recipes digits prints them all"
-        return f"{key} is not a key; {hint}"
+        inner = next(iter(flatten({key: first["input"]})), key)  # a misspelt section is recognised by what it holds
+        section = misspelt(key, top)
+        name = key if section and f"{section}{inner.removeprefix(key)}" in defaults else inner
+        return f"{name} is not a key; {advice_on(name, comments, top)}"
     value = first["input"]
     typed = f"{key}={shown(value)}"
     if isinstance(value, Mapping) and value and key in defaults:

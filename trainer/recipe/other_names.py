@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # Each key of ours with what others call it: lower case, dashes as underscores. A new name goes into the row of its key.
 _KEYS = {
-    "recipe": "config c cfg conf yaml config_name config_file hparams_file",
+    "recipe": "config c cfg yaml config_name config_file hparams_file",
     "nproc": "n np nproc_per_node num_gpus n_gpus n_gpu ngpus gpu_count num_processes n_procs num_procs world_size "
     "devices_per_node",
     "plugin": "user_module import_module custom_module",
@@ -20,17 +20,18 @@ _KEYS = {
     "model.init_from": "initial_checkpoint finetune_from pretrained_path pretrained_weights load_from load "
     "load_weights weights_path model.checkpoint model.path",
     "model.weights": "pretrained",
-    "model.num_classes": "nc n_classes nb_classes classes num_labels data.num_classes",
+    "model.num_classes": "n_out num_outputs nc n_classes nb_classes classes num_labels data.num_classes",
     "model.freeze": "freeze_layers freeze_backbone freeze_encoder freeze_at frozen_layers frozen_stages "
     "num_frozen_layers",
     "data.name": "dataset dataset_name data_name data.dataset dataset.name data_set",
-    "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path train_dir root path source src images "
+    "data.root": "data_dir data_path data_root datadir dataset_dir dataset_path root path source src images "
     "image_folder img_dir folder input_dir input inputs data.path data.dir data.folder data.source dataset.root",
+    "data.cache": "cache_dataset cache_images",
     "data.val_fraction": "val_split validation_split val_size test_size val_ratio validation_fraction",
     "data.balance": "balanced weighted_sampler class_balance balance_classes oversample",
     "data.channels": "in_chans in_channels input_channels color_mode num_channels",
-    "data.image_size": "imgsz img_size image_size input_size size resolution crop_size train_crop_size val_crop_size "
-    "data.img_size data.size",
+    "data.image_size": "imgsz img_size image_size input_size input_shape size resolution crop_size train_crop_size "
+    "val_crop_size data.img_size data.size",
     "data.workers": "num_workers workers n_workers nw j dataloader_num_workers dataloader.num_workers "
     "data.num_workers loader.workers cpus_per_task",
     "augment.mixup": "mixup_alpha mix_up",
@@ -42,7 +43,8 @@ _KEYS = {
     "total_batch_size global_batch_size mini_batch_size data.batch_size dataloader.batch_size loader.batch_size "
     "trainer.batch_size",
     "accumulate": "gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps accum_iter "
-    "gradient_accumulation accumulation_steps accum trainer.accumulate_grad_batches",
+    "gradient_accumulation accumulation_steps accum trainer.accumulate_grad_batches "
+    "batches_per_allreduce backward_passes_per_step",
     "epochs": "epoch max_epochs num_epochs n_epochs nb_epochs num_train_epochs total_epochs ep e trainer.max_epochs "
     "trainer.epochs training.epochs train.epochs",
     "max_steps": "steps num_steps n_steps total_steps max_iter max_iters iterations iters num_iterations "
@@ -60,6 +62,7 @@ _KEYS = {
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs warmup_steps "
     "warmup_ratio warmup_iters lr_warmup_steps num_warmup_steps",
+    "schedule.warmup_factor": "lr_warmup_decay",
     "schedule.min_lr": "lr_min eta_min min_learning_rate",
     "schedule.step_epochs": "lr_step_size step_size decay_epochs lr_step lr_drop",
     "schedule.gamma": "lr_gamma decay_rate lr_decay",
@@ -81,7 +84,7 @@ _KEYS = {
     "local_sgd.every": "sync_every local_steps sync_interval slowmo_freq",
     "local_sgd.outer_lr": "outer_learning_rate slowmo_lr",
     "local_sgd.outer_momentum": "slowmo_factor slowmo_momentum",
-    "ddp.compress": "comm_hook ddp_comm_hook",
+    "ddp.compress": "comm_hook ddp_comm_hook fp16_allreduce fp16_compression",
     "devices": "device gpu gpus gpu_id gpu_ids device_ids cuda_visible_devices accelerator trainer.devices "
     "trainer.gpus trainer.accelerator",
     "threads": "num_threads omp_num_threads torch_threads",
@@ -91,11 +94,12 @@ _KEYS = {
     "save_interval checkpoint.every checkpoint.interval checkpoint.epochs checkpoint.every_epochs checkpoint.freq "
     "save.interval save.epochs",
     "save.every_steps": "save_steps checkpoint_steps every_n_train_steps checkpointing_steps checkpoint.steps "
-    "checkpoint.every_steps checkpoint.every_n_steps save.steps",
+    "recovery_interval checkpoint.every_steps checkpoint.every_n_steps save.steps",
     "save.keep": "save_total_limit save_top_k checkpoint_hist checkpoints_total_limit total_limit checkpoint.keep "
     "checkpoint.save_top_k",
     "logging.every_steps": "print_freq log_interval log_every log_every_n_steps logging_steps log_freq log.interval "
-    "log.every log.steps log.every_steps log.freq logging.interval logging.every logging.steps logging.freq",
+    "log.every log.steps log.every_steps log.freq logging.interval logging.every logging.steps logging.freq "
+    "steps_per_print",
     "logging.wandb": "log_wandb use_wandb wandb",
     "logging.mlflow": "mlflow use_mlflow",
     "logging.progress": "progress_bar enable_progress_bar progress",

@@ -5,9 +5,8 @@ They are read so that nothing grows without limit.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,22 +211,6 @@ def positive_integer(key: str, value: int | str | None) -> int | None:
     if value is not None and (not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1):
         raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
     return None if value is None else int(value)
-
-
-def misspelt(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` is with a slip or two, or whose longer half it shares; None where it is only alike.
-
-    `nearest` alone finds predict for rect and pe for nope.
-    """
-    guess = nearest(word, choices)
-    if guess is None:
-        return None
-    choice, written = guess.lower(), word.lower()
-    if "." not in written:
-        choice = choice.rpartition(".")[2]
-    alike = difflib.SequenceMatcher(None, written, choice).ratio()
-    begin = next((n for n in range(len(written)) if written[: n + 1] != choice[: n + 1]), len(written))
-    return guess if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None
 
 
 def word_value(key: str, text: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -399,6 +400,21 @@ class Recipe(_Section):
         return validated(tree, self._name)
 
 
+@functools.cache
+def comments() -> dict[str, str]:
+    """All keys, dotted, with their comments and what can be chosen."""
+    return dict(_comments(Recipe, ""))
+
+
+def _comments(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _comments(field.annotation, f"{prefix}{name}.")
+        else:
+            choices = re.findall(r"'(\w+)'", str(field.annotation))
+            yield prefix + name, " ".join([field.description or "", *choices])
+
+
 def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -> Recipe:
     """A recipe of plain values; raises RecipeError with the line of what to type.
 
@@ -407,7 +423,7 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
     try:
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
-        key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
+        key, line = explain_invalid(error, flatten(Recipe().to_dict()), comments(), [*Recipe.model_fields, EXTENDS])
         sources, key = origins or {}, key.partition("[")[0]
         source = sources.get(key) or next((sources[inner] for inner in sources if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None

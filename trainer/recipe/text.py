@@ -31,6 +31,22 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return best[0] if best else None
 
 
+def misspelt(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` is with a slip or two, or whose longer half it shares; None where it is only alike.
+
+    `nearest` alone finds predict for rect and pe for nope.
+    """
+    guess = nearest(word, choices)
+    if guess is None:
+        return None
+    choice, written = guess.lower(), word.lower()
+    if "." not in written:
+        choice = choice.rpartition(".")[2]
+    alike = difflib.SequenceMatcher(None, written, choice).ratio()
+    begin = next((n for n in range(len(written)) if written[: n + 1] != choice[: n + 1]), len(written))
+    return guess if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None
+
+
 def neighbours(size: int, step: int) -> str:
     """The multiples of `step` around `size`, in words."""
     below, above = size // step * step, math.ceil(size / step) * step

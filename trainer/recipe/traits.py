@@ -88,7 +88,8 @@ TRAITS: dict[str, Traits] = {
         when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
-        also_called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork",
+        also_called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork "
+        "ddpfindunusedparameterstrue ddpfindunusedparametersfalse",
     ),
     "split": Traits(
         when=(
@@ -126,7 +127,7 @@ TRAITS: dict[str, Traits] = {
             "lars": "it needs whole layers, but a rank has only some of their rows; use sgd, or mode=ddp",
             "compress": DDP_GRADIENTS,
         },
-        also_called="fsdp2 fullysharded fullyshardeddataparallel zero zero3 deepspeed sharded",
+        also_called="fsdp2 fullysharded fullyshardeddataparallel sharded",
     ),
     "local_sgd": Traits(
         when=(

@@ -11,7 +11,7 @@ import re
 
 from trainer.cli.dialects.meaning import SHARDS, CommandLine, Meaning, is_run, plain, put
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
-from trainer.cli.dialects.rules import RULES, run_within
+from trainer.cli.dialects.rules import RULES, RUN_NAMES, run_within
 from trainer.cli.known_keys import EVERY_WORD, FOLDERS, WANTS, is_name, is_path_or_text, our_name
 from trainer.cli.predict_words import what_is_meant
 from trainer.cli.spelling import DASHES
@@ -21,7 +21,7 @@ from trainer.recipe.reflection import choices, defaults, kinds, sections
 from trainer.recipe.search_space import is_swept
 from trainer.recipe.text import shown
 
-FOREIGN = ("trainer", "training", "train", "args", "hparams", "params")  # sections that others have
+HELD_OUT = re.compile("val|test|eval|predict")  # in a section's name: what it says is not of training
 REGISTERED = ("model.name", "data.name", "task.name")  # a plugin may have registered any name
 OFF_AT_ZERO = ("model.freeze", "stop.patience")  # whole numbers for which 0 means null
 ZERO_IS_A_VALUE = ("optimizer.norm_weight_decay", "local_sgd.outer_momentum")  # null takes another instead
@@ -44,7 +44,7 @@ def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
         line: the rest of the command line.
     """
     section, _, inner = key.partition(".")
-    if section in FOREIGN and inner and not is_name(key):  # trainer.fast_dev_run, args.lr
+    if inner and inner not in RUN_NAMES and not is_name(key) and not HELD_OUT.search(section):  # scheduler.eta_min
         return meaning(inner, value, line) or (put(inner, value) if inner in defaults() else None)
     if not value or value.startswith("{"):  # a section as YAML writes it
         return None
@@ -61,7 +61,7 @@ def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
         return put("recipe", key)
     if ours == key or not (ours in defaults() or ours in sections() or ours in line.options):
         return None
-    return _meaning_of(ours, key, value, line) or unknown(ours, value) or put(ours, value)
+    return _meaning_of(ours, key, value, line) or put(ours, value)
 
 
 def _swept(key: str, value: str, line: CommandLine) -> Meaning | None:
@@ -103,7 +103,7 @@ def _meaning_of(name: str, key: str, value: str, line: CommandLine) -> Meaning |
     if text != "{value}":
         return answer
     ours = our_name(target, line.options)
-    read = meaning(target, value, line) or unknown(ours, value) or put(ours, value)
+    read = meaning(target, value, line) or put(ours, value)
     return Meaning(read.words, read.note or answer.note)
 
 
@@ -117,6 +117,8 @@ def _of_row(name: str, value: str, line: CommandLine) -> Meaning | None:
         return None
     typed, _, note = text.partition("(")
     words = [word if "=" in word else f"{name}={word}" for word in typed.split()]
+    if len(words) > 1 or words[:1] != [*filter(str.islower, words[:1])]:
+        words = [word.replace("{value}", value) for word in words]
     return Meaning(tuple(words), note.removesuffix(")").replace("{value}", value))
 
 
@@ -138,17 +140,6 @@ def _of_key(name: str, value: str) -> Meaning | None:
     elif float in taken and low in NONE:
         return put(name, "0")
     return _list(name, value)
-
-
-def unknown(key: str, value: str) -> Meaning | None:
-    """A note on a value that is not one of a key's choices, or not a number."""
-    allowed, taken = choices().get(key, ()), {*kinds().get(key, ())}
-    if taken and taken <= {int, float, type(None)} and not _is_number(value):
-        whole = "" if float in taken else "whole "
-        return None if value == "null" else Meaning((), f"{key} is a {whole}number, and {value[:40]} is none")
-    if not allowed or value in allowed or {str, list, int} & taken:
-        return None
-    return Meaning((), f"{key} is {', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def _number(key: str, value: str) -> Meaning | None:
@@ -236,8 +227,9 @@ def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
         return meaning("recipe", typed, line) or put("recipe", typed)
     if typed in MODES:
         return put("mode", typed)
-    photos = "recipe" in line.values and line.data_name in OWN_PHOTOS
-    return Meaning((*["recipe=finetune"] * (not photos), f"data.root={typed}")) if os.path.isdir(path) else None
+    other = ["recipe=finetune"] * ("recipe" in line.values and line.data_name not in OWN_PHOTOS)
+    folder = os.path.isdir(path) or (line.typed and typed.startswith("/"))  # that of another machine
+    return Meaning((*other, f"data.root={typed}")) if folder else None
 
 
 def _shards(typed: str, line: CommandLine) -> Meaning:

@@ -29,11 +29,11 @@ _VALUES: dict[str, dict[str, str]] = {
     "mode": {
         **{mode: traits.also_called for mode, traits in TRAITS.items()},
         **{f"mode=pipeline pipeline.schedule={name}": name for name in choices()["pipeline.schedule"][:-1]},  # no null
-        "fsdp (there is no {value} here; fsdp shares a model among devices too)": "tensorparallel tp horovod",
+        "fsdp (there is no {value} here; fsdp shares a model among devices too)": "tensorparallel tp horovod zero "
+        "zero3 deepspeed",
     },
     "precision": {
-        "fp32": "32 float32 float full 32true fp32true single no none false",
-        "tf32": "tensorfloat32 high",
+        "fp32": "32 float32 float full 32true fp32true single no none false", "tf32": "tensorfloat32 high",
         "bf16": "bfloat16 bf16mixed bf16true amp autocast mixed true auto",
         "fp16": "16 float16 half 16mixed 16true fp16mixed",
     },
@@ -53,15 +53,23 @@ _VALUES: dict[str, dict[str, str]] = {
     "cuda use_cuda use_gpu": {"devices=auto": "YES none null nil", "devices=[cpu]": "NO", "device={value}": "*"},
     "nproc": {"(without nproc= there is a process for every GPU: leave it out)": "-1 auto all gpu gpus max cpu"},
     "modes": {"(without modes= all of them are compared: leave it out)": "all"},
-    "nnodes num_nodes n_nodes num_machines": {
-        "(several nodes: on each of them NNODES={value} NODE_RANK=0 MASTER_ADDR=HOST before the command)": "*"
+    "nnodes num_nodes n_nodes num_machines nodes": {"NNODES={value} (on each node; see guide nodes)": "*"},
+    "node_rank machine_rank": {"NODE_RANK={value}": "*"},
+    "master_addr main_process_ip": {"MASTER_ADDR={value}": "*"},
+    "master_port main_process_port": {"MASTER_PORT={value}": "*"},
+    "batch_size": {"(plan says beforehand what fits into memory)": "-1 auto"},
+    "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu batch_size_per_gpu": {
+        "(batch_size= is over all devices: {value} times their number)": "*"
     },
+    "pp pp_size pipeline_parallel_size": {"mode=pipeline pipeline.stages={value}": "*"},
+    "warmup_lr": {"(schedule.warmup_factor= is the first learning rate as a share of optimizer.lr)": "*"},
     **{mode: {f"mode={mode}": "YES"} for mode in TRAITS},
-    "distributed multiprocessing_distributed multi_gpu": {"mode=ddp": "YES"},
-    "use_fsdp deepspeed use_deepspeed zero_stage": {
-        "(weights are sharded by mode=fsdp alone: leave it out)": "NONE",
-        "mode=fsdp": "*",
+    "dp dp_size data_parallel_size": {
+        "mode=dp": "YES", "(replicas are processes beyond the stages: nproc= is stages times replicas)": "*",
     },
+    "distributed multiprocessing_distributed multi_gpu": {"mode=ddp": "YES"},
+    "use_fsdp deepspeed use_deepspeed zero_stage": {"(mode=fsdp alone shards weights: leave it out)": "NONE",
+                                                    "mode=fsdp (a file of DeepSpeed's is not read)": "*"},
     "recipe": {
         "recipe=resnet50 data.root=/path/to/imagenet": _IMAGENET,
         "cifar10 (or recipe=cifar100)": "cifar",
@@ -118,41 +126,37 @@ _VALUES: dict[str, dict[str, str]] = {
     "local_sgd": {"mode=local_sgd": "YES", "local_sgd.every={value}": "*"},
     "stop": {"stop.patience={value}": "*"}, "stop.patience": {"5": "YES"},
     "save": {"save.every_epochs={value}": "*"}, "save.every_epochs": {"1": "YES"},
-    "predict:save predict:save_txt predict:save_conf predict:save_crop": {
-        "(predictions are always written, into the folder output=: leave it out)": "*"
-    },
     "resume": {"auto": "YES -1 latest last must allow", "null": "NONE never"},
-    "warmup_ratio warmup_steps warmup_iters lr_warmup_steps num_warmup_steps": {
+    "warmup warmup_ratio warmup_steps warmup_iters lr_warmup_steps num_warmup_steps": {
         "(the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5)": "*"
     },
     "color_jitter hsv_h hsv_s hsv_v degrees rotation translate shear": {
         "(augment.auto=trivial turns, shifts, shears and recolours images)": "*"
     },
     "lrf": {"(schedule.min_lr= is the last learning rate itself, not a share of the first)": "*"},
-    "auto_find_batch_size": {"(the command plan says beforehand what fits into memory)": "*"},
-    "max_time": {"(max_steps= ends a run; one that is stopped goes on with resume=auto)": "*"},
-    "steps_per_epoch": {"(an epoch is each training image once; max_steps= ends a run earlier)": "*"},
-    "ckpt checkpoint_path": {
-        "(checkpoint= is of evaluate and predict; to continue a run: output=RUN resume=auto)": "*"
+    "max_time time time_limit steps_per_epoch": {
+        "(epochs= or max_steps= ends a run; one that is stopped goes on with resume=auto)": "*"
     },
+    "ckpt checkpoint_path": {"(evaluate and predict have checkpoint=; a run goes on by output=RUN resume=auto)": "*"},
     "fast_dev_run overfit_batches limit_train_batches": {
         "max_steps=1": "YES", "max_steps=null": "NO", "max_steps={value}": "*"
     },
-    "logger logging report_to log_with": {
-        "logging.wandb=true": "wandb",
-        "logging.mlflow=true": "mlflow",
-        "logging.tensorboard=false": "NONE",
-        "logging.tensorboard=true": "*",
-    },
+    "logger logging report_to log_with": {"logging.wandb=true": "wandb", "logging.mlflow=true": "mlflow",
+                                          "logging.tensorboard=false": "NONE", "logging.tensorboard=true": "*"},
+    "verbose": {"logging.progress=false": "NO", "(there is no such switch: leave it out)": "*"},
     "disable_tqdm no_progress_bar": {"logging.progress=true": "NO", "logging.progress=false": "*"},
 }  # fmt: skip
 
 # What there is nothing to type for: why, and what others call it.
 _LEFT_OUT = {
-    "torchrun tells it itself": "local_rank rank node_rank machine_rank master_addr master_port main_process_ip "
-    "main_process_port rdzv_backend rdzv_endpoint",
-    "there is no such switch": "verbose v quiet q debug",
-    "NCCL joins GPUs and gloo CPUs by itself": "backend dist_backend dist_url ddp_backend",
+    "torchrun, srun and mpirun start ranks on several machines, see guide nodes": "local_rank rank rdzv_backend "
+    "rdzv_endpoint dist_url hostfile hosts launcher gres ntasks ntasks_per_node partition",
+    "a job that SLURM requeues goes on by itself, see guide resume": "requeue",
+    "memory is what the machine has; the command plan says what a run needs": "mem mem_per_cpu auto_find_batch_size",
+    "callbacks are Python's, see guide python": "callbacks",
+    "predictions are always written, into the folder output=": "predict:save predict:save_txt predict:save_conf",
+    "there is no such switch": "v quiet q debug",
+    "NCCL joins GPUs and gloo CPUs by itself": "backend dist_backend ddp_backend",
     "every epoch ends with an evaluation": "val validate do_eval eval val.every eval.every val_every eval_every "
     "val.interval eval.interval val_interval eval_interval eval_freq val_freq check_val_every_n_epoch "
     "val_check_interval eval_strategy evaluation_strategy eval_steps validation_freq",

@@ -19,7 +19,7 @@ from trainer.recipe.reflection import defaults
 TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
 TIMMS = "vit_base_patch16_224"
 MOST = 64  # cards that are listed for a number of them
-RUN_NAMES = ("name", "exp", "experiment", "run_id", "run_name")  # a run's name, elsewhere
+RUN_NAMES = ("name", "exp", "experiment", "run_id", "run_name", "job_name")  # a run's name, elsewhere
 BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
 
 
@@ -65,7 +65,7 @@ def _recipe(key: str, value: str, line: CommandLine) -> Meaning | None:
         return run_within(key, value, line) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
-        return None
+        return Meaning((), f"recipe= is a recipe's name or file, and {value[:40]} is none") if key != "recipe" else None
     model = f"model.name={known[name]}"
     if known[name] in SMALL_MODELS:
         return Meaning(("recipe=digits", model))
@@ -83,6 +83,8 @@ def _resume(_: str, value: str, line: CommandLine) -> Meaning:
     """A run to go on with."""
     run = str(Path(value.partition("/checkpoints")[0]))
     run = str(Path(run).parent) if run.endswith(WEIGHTS) else run
+    if run == ".":
+        return Meaning((), "output=RUN resume=auto continues a run; model.init_from=FILE starts from weights alone")
     missing = [f"{key}={run}" for key in ("recipe", "output") if key not in line.values]
     return Meaning((*missing, "resume=auto"))
 
@@ -178,6 +180,8 @@ def _data(_: str, value: str, line: CommandLine) -> Meaning:
     if plain(value) in {*map(plain, DATASETS), *OTHER_VALUES["data.name"]}:
         return put("data.name", "{value}")
     if line.data_name in OWN_PHOTOS and (line.data_name == "shards" or not value.endswith(SHARDS)):
+        return put("data.root", value)
+    if "recipe" not in line.values and not value.endswith(SHARDS):
         return put("data.root", value)
     return Meaning((f"data.name={'shards' if value.endswith(SHARDS) else 'imagefolder'}", f"data.root={value}"))
 

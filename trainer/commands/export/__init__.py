@@ -12,8 +12,8 @@ from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
-from trainer.recipe import nearest
 from trainer.recipe.recipe_files import split_words
+from trainer.recipe.text import misspelt
 from trainer.saving.run_names import run_named
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
@@ -71,7 +71,7 @@ def _format(asked: str | None, output: str | None) -> str:
 def format_named(asked: str) -> str:
     """A format by its name. Raises RecipeError, with the one that may be meant."""
     if asked not in SUFFIXES:
-        guess = SYNONYMS.get(asked.lower().lstrip(".")) or nearest(asked.lower().lstrip("."), SUFFIXES)
+        guess = SYNONYMS.get(asked.lower().lstrip(".")) or misspelt(asked.lower().lstrip("."), SUFFIXES)
         hint = f"; did you mean format={guess}?" if guess else ""
         raise RecipeError(f"format={asked[:80]} is not one of {', '.join(SUFFIXES)}{hint}")
     return asked

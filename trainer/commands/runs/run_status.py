@@ -15,7 +15,8 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.recipe_files import misspelt, stored
+from trainer.recipe.recipe_files import stored
+from trainer.recipe.text import misspelt
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
 

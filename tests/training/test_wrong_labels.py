@@ -52,7 +52,9 @@ def run(photos, tmp_path_factory):
 
 def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
     """Of the held-out images in the run's own file, of the training images in that of predict."""
-    [line] = [line for line in (run.parent / "said").read_text().splitlines() if str(run / FILE) in line]
+    said = (run.parent / "said").read_text()
+    [line] = [line for line in said.splitlines() if "predict.split=train" in line]
+    assert str(run / FILE) in said
     words = shlex.split(line.partition("python -m trainer ")[2])
     done = ok(*words, f"output={tmp_path / 'train'}", "devices=[cpu,cpu]")
     assert str(tmp_path / "train" / FILE) in done.stdout

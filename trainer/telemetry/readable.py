@@ -12,7 +12,7 @@ from trainer.processes import terminal
 
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
 WIDEST = 100  # characters of a line
-WHOLE = ("best", "details", "result", "timeline", "watch", "weights", "worst")  # titles of commands and paths
+WHOLE = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")  # titles of commands and paths
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("i", "")}
 BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}

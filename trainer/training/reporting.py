@@ -211,8 +211,8 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     best = {"best": f"{folder}/best.safetensors"} if _best(run) else {}
     lines |= {**verdict, "weights": f"{folder}/last.safetensors", **best}
     if run.recipe.data.name in OWN_PHOTOS and folder is not None and (folder / wrong_labels.FILE).exists():
-        more = f"python -m trainer predict {shlex.quote(str(folder))} predict.split=train"
-        lines["worst"] = f"{folder}/{wrong_labels.FILE}; of the training images: {more}"
+        lines["worst"] = f"{folder}/{wrong_labels.FILE}"
+        lines["labels"] = f"python -m trainer predict {shlex.quote(str(folder))} predict.split=train"
     if run.recipe.logging.tensorboard:
         lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"
     return lines

@@ -40,8 +40,8 @@ except ModuleNotFoundError as fault:  # a library is missing, as after pip insta
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
 
-ALONE = ("evaluate", "predict", "compare", "sweep", "plan", "export", "cache", "prove")  # not under mpirun
-ROOMS = ("compare", "sweep", "plan", "predict", "export", "runs", "doctor", "prove")
+ALONE = ("evaluate", "predict", "compare", "sweep", "plan", "export", "cache", "prove", "submit")  # not under mpirun
+ROOMS = ("compare", "sweep", "plan", "predict", "export", "runs", "doctor", "prove", "submit")
 HOMES = {"cache": "trainer.data.cache.cache_command", **{name: f"trainer.commands.{name}" for name in ROOMS}}
 LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
 

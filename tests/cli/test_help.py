@@ -34,7 +34,7 @@ def test_the_words_of_commands_are_those_that_they_read() -> None:
 
 @pytest.mark.parametrize("command", COMMAND_WORDS)
 def test_words_and_keys_of_a_page_exist(command: str) -> None:
-    shown = {word.partition("=")[0] for word in pages()[command].words} - {"key", "--json"}
+    shown = {word.partition("=")[0] for word in pages()[command].words} - {"key", "--json", "--go"}
     assert shown <= {*COMMAND_WORDS[command], *defaults()}
     assert {*COMMAND_WORDS[command]} <= shown | {"output", "resume"}
 

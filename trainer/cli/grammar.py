@@ -68,6 +68,11 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     command, rest, renamed = _command(words)
     if rest == ["help"]:
         return "help", [command]
+    if command == "submit" and len(rest) > 1 and "=" not in rest[0]:  # slurm, kubernetes
+        command, words = _read(command, spelled(rest[1:]), renamed, rest[:1])
+        return command, [rest[0], *words]
+    if command == "submit" and rest:
+        return command, list(rest)
     if command in COMMAND_WORDS and rest:
         return _read(command, spelled(rest), renamed)
     if renamed or command in COMMAND_WORDS:
@@ -83,8 +88,13 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     return command, rest
 
 
-def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[str, list[str]]:
-    """The command and the words as they are taken, where there is nothing to answer. Raises RecipeError."""
+def _read(
+    command: str, words: Sequence[Word], answers: list[Meaning], first: Sequence[str] = ()
+) -> tuple[str, list[str]]:
+    """The command and the words as they are taken, where there is nothing to answer. Raises RecipeError.
+
+    `first`: words that stand before them.
+    """
     if command == "predict":
         words = predict_words.sorted_out(words)
     values = {word.key: word.value for word in words if word.key}
@@ -127,12 +137,12 @@ def _read(command: str, words: Sequence[Word], answers: list[Meaning]) -> tuple[
         kept = [*(WANTS[command] if not {wanted, "predict.split"} & given else ()), *kept]
     answers += [*odd.values(), *_contradictions(kept, roots)]
     kept = list({word.partition("=")[0]: word for word in [*kept, *(root for root in roots if root in kept)]}.values())
-    idle = dict(_unread(kept, line)) if command in ("train", "compare", "sweep", "plan") else {}
+    idle = dict(_unread(kept, line)) if command in ("train", "compare", "sweep", "plan", "submit") else {}
     answers += [Meaning((), f"does nothing with {why}: leave it out", word) for word, why in idle.items()]
     kept = [word for word in kept if word not in idle]
     kept = _without_faults(_begun(kept, command), answers, command)
     texts = "; ".join(dict.fromkeys(map(str, answers)))
-    raise _to_type(f"{texts}:", command, kept or WANTS.get(command, ()))
+    raise _to_type(f"{texts}:", command, [*first, *kept] if kept else WANTS.get(command, ()))
 
 
 def _check_key_name(name: str) -> None:

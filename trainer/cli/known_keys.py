@@ -9,7 +9,7 @@ from trainer.recipe.other_names import OTHER_KEYS
 from trainer.recipe.reflection import defaults, is_text, kinds, sections
 
 COMMANDS = (
-    "train", "compare", "sweep", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove",
+    "train", "compare", "sweep", "plan", "predict", "evaluate", "export", "runs", "cache", "doctor", "prove", "submit",
     "recipes", "guide", "completion", "version", "help",
 )  # fmt: skip
 
@@ -28,6 +28,11 @@ _TYPED = {
     "runs": "logs history results experiments",
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
     "prove": "proof verify selftest self-test burnin burn-in health acceptance certify",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8": "slurm sbatch srun batch",
+    "submit kubernetes recipe=digits nproc=2 cpus=8 memory=16GiB image=IMAGE claim=CLAIM": (
+        "kubernetes k8s kubectl kubeflow trainjob"
+    ),
+    "submit dockerfile": "docker dockerfile",
     "guide": "docs doc documentation manual tutorial faq howto readme topics",
     "recipe=RUN output=RUN resume=auto": "resume continue restart",
     "help": "usage man commands ?",
@@ -72,15 +77,20 @@ COMMAND_WORDS = {
     "compare": ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps"),
     "sweep": ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume"),
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),
+    "submit": (
+        "recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "kind", "image", "claim",
+        "requeues", "plugin", "output", "resume",
+    ),
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),
-}
+}  # fmt: skip
 EVERY_WORD = frozenset(word for words in COMMAND_WORDS.values() for word in words)
 WANTS: dict[str, tuple[str, ...]] = {
     "train": ("recipe=digits",),
     "plan": ("recipe=digits",),
     "compare": ("recipe=digits",),
     "sweep": ("recipe=digits", "optimizer.lr=[0.01,0.1]"),
+    "submit": ("slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"),
     "predict": ("photo.jpg",),
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least

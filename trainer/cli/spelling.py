@@ -14,7 +14,7 @@ from trainer.recipe.reflection import choices, defaults
 DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # pages and word processors make others of a hyphen
 QUOTES = "\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\N{DOUBLE LOW-9 QUOTATION MARK}"
 QUOTES += "\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}`"
-FLAGS = ("--help", "-h", "--json", "--version", "-V")  # ours, as they are
+FLAGS = ("--help", "-h", "--json", "--go", "--version", "-V")  # ours, as they are
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import re
 from trainer.cli.dialects.meaning import SHARDS, CommandLine, Meaning, is_run, plain, put
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
 from trainer.cli.dialects.rules import RULES, RUN_NAMES, run_within
-from trainer.cli.known_keys import EVERY_WORD, FOLDERS, WANTS, is_name, is_path_or_text, our_name
+from trainer.cli.known_keys import COMMAND_WORDS, EVERY_WORD, FOLDERS, WANTS, is_name, is_path_or_text, our_name
 from trainer.cli.predict_words import what_is_meant
 from trainer.cli.spelling import DASHES
 from trainer.recipe import MODES, shipped_recipes
@@ -90,8 +90,9 @@ def _several(key: str, value: str, line: CommandLine) -> Meaning | None:
 def _meaning_of(name: str, key: str, value: str, line: CommandLine) -> Meaning | None:
     """What the value is for `name`, which was typed as `key`; None where it is right, or nobody knows."""
     registered = name in REGISTERED and "plugin" in line.values
-    elsewhere = name in EVERY_WORD and name not in line.options and name not in defaults()
-    if registered or elsewhere or value in choices().get(name, ()):
+    elsewhere = name in EVERY_WORD and name not in {*line.options, *defaults(), *OTHER_VALUES}
+    submitted = line.command == "submit" and name in line.options and name not in COMMAND_WORDS["train"]
+    if registered or elsewhere or submitted or value in choices().get(name, ()):
         return None
     answer = _of_row(name, value, line)
     if answer is None and name in RULES:

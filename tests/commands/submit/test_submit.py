@@ -1,0 +1,136 @@
+"""The words of `submit`: checked as training checks them, for other machines; what is missing is asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import environment, ok, told_to_type, trainer
+from trainer import __main__ as cli
+from trainer.commands.submit import command
+from trainer.commands.submit.submission import seconds
+from trainer.errors import RecipeError, SetupError
+
+SLURM = ["slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"]
+KUBERNETES = ["kubernetes", "recipe=digits", "nproc=2", "cpus=8", "memory=16GiB", "image=trainer:1", "claim=data"]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(RecipeError) as error:
+        command(words)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "submit slurm"),
+        (["slrum"], "submit slurm"),
+        (["k8s"], "submit kubernetes"),
+        (["dockerfile", "recipe=digits"], "recipe=digits"),
+        (["slurm"], "recipe="),
+        (["slurm", "recipe=digits"], "nproc="),
+        (["slurm", "recipe=digits", "nproc=2"], "time="),
+        (["slurm", "recipe=digits", "nproc=2", "time=1:00:00"], "cpus="),
+        ([*SLURM, "nodes=0"], "nodes=0"),
+        ([*SLURM, "nodes=two"], "nodes=two"),
+        ([*SLURM, "time=1h"], "time=1:00:00"),
+        ([*SLURM, "time=90m"], "time=1:30:00"),
+        ([*SLURM, "time=90"], "time=24:00:00"),
+        ([*SLURM, "time=00:02:00"], "grace="),
+        ([*SLURM, "cpus=1.5"], "cpus"),
+        ([*SLURM, "memory=64"], "memory=64GiB"),
+        ([*SLURM, "array=seed"], "array=seed:["),
+        ([*SLURM, "array=seeed:[1,2]"], "seed"),
+        ([*SLURM, "array=seed:[]"], "array=seed:["),
+        ([*SLURM, "array=nproc:[1,2]"], "array=nproc"),
+        ([*SLURM, "array=batch_size:[96,97]"], "97"),
+        ([*SLURM, "array=seed:[1,2]", "seed=3"], "seed"),
+        ([*SLURM, "partition=a;b"], "partition=a;b"),
+        ([*SLURM, "image=x"], "kubernetes"),
+        ([*SLURM, "resume=never"], "resume=never"),
+        ([*SLURM, "output=~/x"], "~"),
+        ([*SLURM, "epoch=3"], "epochs"),
+        ([*SLURM, "batch_size=97"], "97"),
+        ([*SLURM, "model.name=resnet5"], "resnet50"),
+        ([*SLURM, "mode=single"], "mode=single"),
+        ([*SLURM, "nodes=2", "mode=hogwild"], "2 nodes"),
+        ([*SLURM, "devices=[cuda:0]"], "1 device"),
+        (["slurm", "recipe=digits", "mode=split", "time=1:00:00", "cpus=8"], "devices="),
+        ([*KUBERNETES, "kind=pod"], "kind=pod"),
+        ([*KUBERNETES, "kind=TrainJobs"], "kind=trainjob"),
+        ([*KUBERNETES, "output=/elsewhere/x"], "/work"),
+        ([*KUBERNETES, "output=../x"], "/work"),
+        ([*KUBERNETES, "time=1:00:00"], "slurm"),
+        ([*KUBERNETES, "claim=my claim"], "claim"),
+        (KUBERNETES[:-1], "claim="),
+        ([*KUBERNETES[:-2], KUBERNETES[-1]], "image="),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], said: str) -> None:
+    last = {word.partition("=")[0]: word for word in words}  # each key once
+    assert said in refused(*last.values())
+
+
+def test_the_command_line_answers_slips_with_a_line_that_works() -> None:
+    done = trainer("submit", *SLURM, "--lr", "0.1")
+    assert done.returncode == 2, done.stdout
+    told = told_to_type(done.stderr)
+    assert told and "submit slurm" in told[0] and "optimizer.lr=0.1" in told[0]
+    subprocess.run(["bash", "-c", told[0].replace("python", sys.executable, 1)], env=environment(), check=True)
+    assert "submit slurm" in told_to_type(trainer("submit").stderr)[0]
+    assert "submit slurm" in trainer("sbatch").stderr
+
+
+def test_no_gpu_and_no_torch_are_needed() -> None:
+    code = f"import sys; from trainer.commands.submit import command; command({[*SLURM, 'recipe=resnet50'][:1]!r} + "
+    code += "['recipe=resnet50', 'nproc=8', 'nodes=2', 'time=1:00:00', 'cpus=8']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--gpus-per-node=8" in done.stdout
+
+
+@pytest.mark.parametrize(("text", "value"), [("1:00:00", 3600), ("2-12:00:00", 216000), ("00:00:30", 30)])
+def test_time(text: str, value: int) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize(("words", "program"), [(SLURM, "sbatch"), (KUBERNETES, "kubectl")])
+def test_go_hands_the_file_over(words: list[str], program: str, tmp_path: Path) -> None:
+    stand_in = tmp_path / program
+    stand_in.write_text(f'#!/bin/bash\necho "$@" >{tmp_path}/arguments; cat >{tmp_path}/file; echo taken; exit $CODE\n')
+    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = ok("submit", *words, "--go", env={**paths, "CODE": "0"})
+    assert done.stdout == "taken\n"
+    printed = ok("submit", *words).stdout
+    written = (tmp_path / "file").read_text()
+    assert written == printed.replace(" recipe", " recipe", 1) or re.sub(" --go", "", written) == printed
+    failed = trainer("submit", *words, "--go", env={**paths, "CODE": "1"})
+    assert failed.returncode == 3 and program in failed.stderr
+
+
+def test_without_the_clusters_program_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SetupError) as error:
+        command([*SLURM, "output=runs/a b", "--go"])
+    typed = re.findall(r"type (python -m trainer submit .*?) > job.sbatch", str(error.value))
+    assert typed and "--go" not in typed[0] and "'output=runs/a b'" in typed[0]
+
+
+def test_the_dockerfile_installs_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["dockerfile"]) == 0
+    text = capsys.readouterr().out
+    project = Path(cli.__file__).parent.parent
+    copied = [name for line in re.findall(r"COPY (.*) \S+\n", text) for name in line.split()]
+    assert copied and all((project / name).exists() for name in copied)
+    needed = set(re.findall(r'(?:readme|license-files) = \[?"([^"]+)"', (project / "pyproject.toml").read_text()))
+    assert needed <= {*copied}

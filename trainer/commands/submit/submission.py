@@ -1,0 +1,212 @@
+"""The words of `submit`, checked: the run as training would start it on the nodes, and what the cluster is asked."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import recipe as recipes
+from trainer.commands.compare.entries import parse_sweep
+from trainer.devices.assignment import assign_devices
+from trainer.errors import RecipeError, SetupError
+from trainer.launch.launching import SAVING
+from trainer.recipe import Recipe, shipped_recipes
+from trainer.recipe.checks import check_processes
+from trainer.recipe.known_names import check_names
+from trainer.recipe.recipe_files import positive_integer, split_words, word_of
+from trainer.recipe.text import nearest, shown
+
+LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
+BOTH = ("nodes", "cpus", "memory", "requeues")
+OWN = {
+    "slurm": ("time", "partition", "account", "array"),
+    "kubernetes": ("kind", "image", "claim"),
+}
+NEEDED = {"slurm": ("time", "cpus"), "kubernetes": ("image", "claim", "cpus", "memory")}
+EXAMPLES = {
+    "nproc": "nproc=8, the processes of each node, one a GPU",
+    "time": "time=24:00:00, after which SLURM ends the job, which then continues",
+    "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
+    "memory": "memory=64GiB, that of each node",
+    "image": "image=registry/trainer:1, a container image with this program: submit dockerfile prints how to build one",
+    "claim": "claim=training, a PersistentVolumeClaim that all pods can write to, with the images",
+}
+KINDS = ("job", "trainjob")
+HOPELESS = (2, 3, 4, 5, 6, 8, 28)  # exit codes that another try cannot mend
+REQUEUES = 20
+_AMOUNT = r"(\d+)(MiB|GiB|TiB)"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is submitted.
+
+    Attributes:
+        recipe: of the first of all runs.
+        words: of the recipe, without those that vary, and without `nproc=`, `output=` and `resume=`.
+        variants: of a job array: the word of each run; a single empty one otherwise.
+        output: the folder of the run, or of all of them.
+        nodes, nproc, gpus, cpus: machines; of each: processes, GPUs, cores.
+        options: the cluster's own words, as typed.
+        program: what starts this program in the shell from which this was typed.
+    """
+
+    recipe: Recipe
+    words: tuple[str, ...]
+    variants: tuple[str, ...]
+    output: str
+    nodes: int
+    nproc: int
+    gpus: int
+    cpus: int
+    requeues: int
+    options: Mapping[str, str]
+    program: str
+    typed: str
+
+    @property
+    def name(self) -> str:
+        """The run folder's, as clusters allow names: small letters, digits and dashes, a letter first."""
+        name = re.sub(r"[^a-z0-9]+", "-", Path(self.output).name.lower()).strip("-")[:40].strip("-")
+        return name if name[:1].isalpha() else f"run-{name}".strip("-")
+
+    @property
+    def saving(self) -> int:
+        """Seconds that a run may need between the signal to stop and its end."""
+        return math.ceil(self.recipe.grace + SAVING)
+
+    @property
+    def folders(self) -> list[str]:
+        """Of each run."""
+        names = [re.sub(r"[^A-Za-z0-9_.=+]+", "-", variant).strip("-") for variant in self.variants]
+        return [str(Path(self.output, name)) for name in names]
+
+    @property
+    def memory(self) -> str:
+        """As typed, empty where it was left out."""
+        return self.options.get("memory", "")
+
+    @property
+    def comment(self) -> str:
+        """The command that made the file, on one line."""
+        return " ".join(f"python -m trainer {self.typed}".splitlines())
+
+
+def read_submission(target: str, words: Sequence[str], program: str | None) -> Submission:
+    """Read and check the words.
+
+    Raises:
+        RecipeError: training would refuse them on such nodes, or something is missing, with what to type.
+    """
+    others = {word: other for other, own in OWN.items() if other != target for word in own}
+    own, rest = split_words(words, (*BOTH, *others, *OWN[target], *LAUNCH, "output", "resume"))
+    for word in own.keys() & others.keys():
+        raise RecipeError(f"{word}= is for submit {others[word]}, not for {target}: leave it out")
+    if "recipe" not in own:
+        raise RecipeError(f"submit needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+    if own.get("resume", "auto") != "auto":
+        raise RecipeError(f"resume={shown(own['resume'])} must be auto, and may be left out")
+    if own.get("output", "").startswith("~"):
+        raise RecipeError(f"output={shown(own['output'])}: write the folder as the cluster has it, without ~")
+    varied = _varied(own.get("array"))
+    if any(word.partition("=")[0] == varied[0].partition("=")[0] for word in rest if varied):
+        raise RecipeError(f"{varied[0].partition('=')[0]} is given by array=, too: keep one")
+    base = recipes.load(own["recipe"], *rest, *varied[:1])
+    needed = NEEDED[target] if base.processes == "one" else ("nproc", *NEEDED[target])
+    for key in needed:
+        if key not in own:
+            raise RecipeError(f"submit {target} needs {key}=, as in {EXAMPLES[key]}")
+    nodes = positive_integer("nodes", own.get("nodes")) or 1
+    nproc = positive_integer("nproc", own.get("nproc")) or 1
+    gpus = 0
+    for word in varied or [""]:
+        recipe = recipes.load(own["recipe"], *rest, *filter(None, [word]))
+        if "plugin" not in own:
+            check_names(recipe)
+        check_processes(recipe, nodes * nproc, nodes)
+        gpus = _gpus(recipe, nproc)
+    submission = Submission(
+        recipe=base,
+        words=(*(f"{key}={own[key]}" for key in LAUNCH if key in own and key != "nproc"), *rest),
+        variants=tuple(varied) or ("",),
+        output=own.get("output") or f"runs/{base.name}",
+        nodes=nodes,
+        nproc=nproc,
+        gpus=gpus,
+        cpus=positive_integer("cpus", own["cpus"]) or 1,
+        requeues=positive_integer("requeues", own.get("requeues")) or REQUEUES,
+        options={key: _checked(key, own[key]) for key in (*BOTH, *OWN[target]) if key in own},
+        program=program or "python -m trainer",
+        typed=shlex.join(["submit", target, *words]),
+    )
+    if len({*submission.folders}) < len(submission.folders):
+        raise RecipeError("array= has values whose folders would have the same name: write a file for each")
+    if "time" in own and seconds(own["time"]) <= submission.saving + 60:
+        raise RecipeError(
+            f"time={own['time']} leaves no time to train: the run is told {submission.saving} s before the end, and "
+            "SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
+        )
+    return submission
+
+
+def seconds(time: str) -> int:
+    """Of SLURM's time limit, [D-]H:MM:SS. Raises RecipeError for anything else, such as 90, which are minutes there."""
+    parts = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time)
+    if parts is None:
+        unit = re.fullmatch(r"(\d{1,4})(m|h|d)\w*", time)
+        hours = int(unit[1]) * {"m": 1 / 60, "h": 1, "d": 24}[unit[2]] if unit else 24
+        example = f"{int(hours)}:{round(hours % 1 * 60):02d}:00"
+        raise RecipeError(f"time={shown(time)} must be hours, minutes and seconds, as in time={example}, or 2-12:00:00")
+    days, hours, minutes, rest = (int(part or 0) for part in parts.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _varied(array: str | None) -> list[str]:
+    """The word of each run of a job array."""
+    if array is None:
+        return []
+    try:
+        sweep = parse_sweep(array)
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("sweep=", "array=")) from None
+    if sweep.key == "nproc":
+        raise RecipeError("array=nproc is not for an array, whose runs have the same nodes: write a file for each")
+    return [word_of(sweep.key, value) for value in sweep.values]
+
+
+def _gpus(recipe: Recipe, nproc: int) -> int:
+    """The GPUs that each node must have for the recipe; its devices are held against them."""
+    if recipe.devices == ["cpu"] or recipe.traits.shared_memory or set(recipe.devices) == {"cpu"}:
+        count = 0
+    elif recipe.devices != "auto":
+        count = 1 + max(int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu")
+    elif recipe.traits.many_devices and nproc == 1:
+        count = recipe.pipeline.stages or 0
+        if not count:
+            raise RecipeError(f"mode={recipe.mode} drives several GPUs: write which, as in devices=[cuda:0,cuda:1]")
+    else:
+        count = nproc
+    try:
+        assign_devices(recipe, nproc, count)
+    except SetupError as error:
+        raise RecipeError(str(error)) from None
+    return count
+
+
+def _checked(key: str, value: str) -> str:
+    """A word of the cluster. Raises RecipeError where it means nothing."""
+    if key == "time":
+        seconds(value)
+    elif key == "memory" and not re.fullmatch(_AMOUNT, value):
+        raise RecipeError(f"memory={shown(value)} must be a whole number of MiB, GiB or TiB, as in memory=64GiB")
+    elif key == "kind" and value not in KINDS:
+        guess = nearest(value.lower(), KINDS)
+        hint = f"; did you mean kind={guess}?" if guess else ""
+        raise RecipeError(f"kind={shown(value)} is not one of {', '.join(KINDS)}{hint}")
+    elif key in ("partition", "account", "claim", "image") and not re.fullmatch(r"[\w.,:/@-]+", value):
+        raise RecipeError(f"{key}={shown(value)} is no name: letters, digits, dots and dashes only")
+    return value

@@ -52,6 +52,13 @@ def test_names_paths_and_several(home, tmp_path):
     assert sorted(os.listdir(home)) == ["deep", "keep"] and os.listdir(home / "deep") == []
 
 
+def test_all_that_runs_write_is_removed(home):
+    folder = make(home / "a")
+    for name in ("journal.jsonl", "skipped.csv", "worst.csv", ".worst.csv.0123"):
+        (folder / name).touch()
+    assert runs.command(["delete", "a", "yes=true"]).startswith("deleted runs/a (") and not (home / "a").exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "gone"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False), ("", False)]
 )

@@ -26,8 +26,8 @@ PAGE = """\
 # Every key of a recipe
 
 A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
-lists. A key that a recipe leaves out is as in the recipe that it `extends`, or else the default; a key whose default is
-`null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
+lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. A key whose
+default is `null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
 `python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
 """
 
@@ -47,7 +47,7 @@ def json_schema() -> dict[str, Any]:
     extends = {"description": EXTENDS_COMMENT, **_usually(tuple(shipped_recipes()))}
     plain["properties"] = {EXTENDS: extends, **plain["properties"]}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A recipe of trainer"}
-    return {**head, "description": "What a run is to do; what is left out is as in `extends`, or a default.", **plain}
+    return {**head, "description": "What a run does. Missing keys come from `extends`, or have their default.", **plain}
 
 
 def schema_text() -> str:

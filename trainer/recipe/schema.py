@@ -44,7 +44,7 @@ Schedule = Literal[
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")  # paths
 NAMELESS = "recipe"  # what messages call a recipe that is no file
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
-EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder as seen from this file"
+EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder relative to this file"
 
 
 class _Section(BaseModel):
@@ -89,7 +89,7 @@ class DataRecipe(_Section):
     )
     labels: str | None = key(None, "CSV file with the labels of each image; null: the names of folders", "labels.csv")
     image_column: str | None = key(
-        None, "column of data.labels that names the images; null: the first that does", "photo"
+        None, "column of data.labels with the images' paths; null: the first that has them", "photo"
     )
     label_column: Columns | None = key(None, "column with the labels, or several; null: all others", ["age", "height"])
     val_fraction: float = key(0.2, "share of each class to hold out if the photos have no val folder", gt=0, lt=1)
@@ -110,15 +110,17 @@ class DataRecipe(_Section):
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")
-    cache: Cache = key("off", "keep decoded, small copies of photos; auto: if there is room", "disk")
+    cache: Cache = key("off", "keep small, decoded copies of photos; auto: if there is room", "disk")
     cache_format: Literal["raw", "jpeg"] | None = key(
-        None, "raw is fastest, jpeg a tenth of the bytes; null: raw", "jpeg"
+        None, "raw is fastest, jpeg takes a tenth of the bytes; null: raw", "jpeg"
     )
     cache_size: Positive | None = key(
         None, "shorter side of the copies; null: as for evaluation, 256 for 224", 320, le=LARGEST_SIDE
     )
     cache_dir: str | None = key(None, "folder of the copies; null: ~/.cache/trainer/cache", "/fast/cache")
-    on_error: Literal["stop", "skip"] = key("stop", "when an image cannot be read; skip replaces and counts it")
+    on_error: Literal["stop", "skip"] = key(
+        "stop", "what to do if an image cannot be read; skip replaces and counts it"
+    )
     check: Check = key(
         "headers", "find damaged photos before the first step: by header and end of each file; full decodes all"
     )
@@ -138,7 +140,7 @@ class AugmentRecipe(_Section):
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key("none", "torchvision's automatic policies")
     mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
     cutmix: Amount = key(
-        0.0, "as mixup, but pastes a rectangle of one image into another; with both, half of the pairs each", 1.0
+        0.0, "like mixup, but pastes a rectangle of one image into another; with both, half of the pairs each", 1.0
     )
     erase: Probability = key(0.0, "probability of blanking a rectangle", 0.25)
 
@@ -164,10 +166,10 @@ class OptimizerRecipe(_Section):
     momentum: Decay = key(0.9, "sgd, muon, lars: the share of the last step that goes into the next")
     nesterov: bool = key(False, "sgd, muon: Nesterov's form of momentum")
     weight_decay: Amount = key(
-        0.0, "pulls weights to zero, BatchNorm and biases included; see norm_weight_decay", 0.0005
+        0.0, "pulls weights towards zero, BatchNorm and biases included; see norm_weight_decay", 0.0005
     )
     norm_weight_decay: Amount | None = key(
-        None, "weight decay of normalisation layers and biases; null: as weight_decay", 0.0
+        None, "weight decay of normalisation layers and biases; null: same as weight_decay", 0.0
     )
     betas: list[Decay] = key(
         [0.9, 0.999], "adam, adamw, muon: decay of the averages of gradients and squares", min_length=2, max_length=2
@@ -179,12 +181,12 @@ class OptimizerRecipe(_Section):
 class ScheduleRecipe(_Section):
     """How the learning rate changes over the run."""
 
-    name: Literal["constant", "cosine", "step"] = key("cosine", "course of the learning rate after the warm-up")
-    warmup_epochs: Amount = key(0.0, "epochs in which the rate rises to optimizer.lr; fractions work too", 0.5)
+    name: Literal["constant", "cosine", "step"] = key("cosine", "how the learning rate changes after the warm-up")
+    warmup_epochs: Amount = key(0.0, "epochs over which the rate rises to optimizer.lr; fractions work too", 0.5)
     warmup_factor: float = key(0.01, "the share of optimizer.lr at the first step", gt=0, le=1)
     min_lr: Amount = key(0.0, "cosine: the last learning rate", 0.0001)
     step_epochs: Positive = key(30, "step: epochs between changes, counted after the warm-up")
-    gamma: float = key(0.1, "step: what the rate is multiplied by at each change", gt=0, le=1)
+    gamma: float = key(0.1, "step: factor of the learning rate at each change", gt=0, le=1)
 
 
 class TaskRecipe(_Section):
@@ -214,7 +216,7 @@ class PipelineRecipe(_Section):
     virtual_stages: int | None = key(None, "stages on each rank; null: 2 if the schedule has several", 2, ge=1, le=64)
     microbatches: MicroBatches = key("auto", "number of micro-batches; auto measures a few numbers", 8)
     split_size: Positive | None = key(None, "images per micro-batch, instead of microbatches", 16)
-    cuts: Cuts = key("auto", "names after which to cut; auto balances by measured time", ["layer2.3"])
+    cuts: Cuts = key("auto", "names of the modules after which to cut; auto balances the measured times", ["layer2.3"])
     deferred_batch_norm: bool = key(True, "BatchNorm's running statistics over whole batches, as without micro-batches")
     recompute: bool = key(False, "recompute activations in the backward pass, to save memory")
     timeline: bool = key(False, "draw each stage's work as timeline.png and timeline.json")
@@ -224,7 +226,7 @@ class DdpRecipe(_Section):
     """For mode=ddp."""
 
     compress: Literal["bf16"] | None = key(
-        None, "bf16: round gradients, to send half of the bytes; null: send them as they are"
+        None, "bf16: round gradients, to send half the bytes; null: send them as they are"
     )
 
 
@@ -260,7 +262,9 @@ class FsdpRecipe(_Section):
     """For mode=fsdp."""
 
     shards: int | None = key(None, "ranks that hold one copy of the weights; null: all ranks", 8, ge=2, le=2**16)
-    reshard: bool = key(True, "free a block's weights after its forward pass; false: one gathering less, more memory")
+    reshard: bool = key(
+        True, "free a block's weights after its forward pass; false: gather them once less, needs more memory"
+    )
     offload: bool = key(False, "keep a GPU's shards, their gradients and the optimizer in host memory")
 
 
@@ -284,9 +288,9 @@ class StopRecipe(_Section):
 class SaveRecipe(_Section):
     """How often checkpoints are written."""
 
-    every_epochs: Positive | None = key(1, "epochs between checkpoints; null: none at the end of epochs")
+    every_epochs: Positive | None = key(1, "epochs between checkpoints; null: do not save at the end of epochs")
     every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none", 500)
-    every: Literal["auto"] | None = key(None, "auto: save within epochs too, as often as loses the least time")
+    every: Literal["auto"] | None = key(None, "auto: save within epochs too, at the interval that loses the least time")
     mttf_hours: float = key(24.0, "mean hours between failures of this machine, for save.every=auto", gt=0)
     keep: int = key(2, "number of newest checkpoints to keep", 5, ge=2)
 
@@ -311,15 +315,15 @@ class Recipe(_Section):
     model: ModelRecipe = ModelRecipe()
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
-    batch_size: Positive = key(128, "images of one optimizer step, over all devices", 256, le=2**24)
+    batch_size: Positive = key(128, "images per optimizer step, over all devices", 256, le=2**24)
     accumulate: Positive = key(1, "compute a batch in this many pieces, one after the other, to save memory", 4)
     epochs: Positive = key(10, "passes over the training images", 30)
-    max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner", 100)
+    max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner than epochs", 100)
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = key(
-        "fp32", "numbers to compute with; on a GPU bf16 is fastest, tf32 finer; weights stay fp32", "bf16"
+        "fp32", "number format to compute in; on a GPU bf16 is fastest, tf32 more precise; weights stay fp32", "bf16"
     )
     channels_last: bool = key(True, "memory order of images and convolutions; usually faster")
     compile: bool = key(False, "torch.compile: minutes at the start, faster steps on a GPU")
@@ -332,7 +336,7 @@ class Recipe(_Section):
     ddp: DdpRecipe = DdpRecipe()
     local_sgd: LocalSGDRecipe = LocalSGDRecipe()
     fsdp: FsdpRecipe = FsdpRecipe()
-    devices: Devices = key("auto", "auto for all, or a list", ["cuda:0", "cuda:1"])
+    devices: Devices = key("auto", "auto for all devices, or a list", ["cuda:0", "cuda:1"])
     threads: Positive | None = key(None, "CPU threads of a process; null: cores / local ranks", 4, le=4096)
     timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0, allow_inf_nan=False)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0, allow_inf_nan=False)
@@ -343,7 +347,7 @@ class Recipe(_Section):
     logging: LoggingRecipe = LoggingRecipe()
     predict: PredictRecipe = PredictRecipe()
     seed: int = key(0, "seed of everything random", 1, ge=0, lt=2**63)
-    deterministic: bool = key(False, "repeat bit for bit on a GPU, with slower kernels")
+    deterministic: bool = key(False, "give the same bits in each run on a GPU, with slower kernels")
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default=NAMELESS)

@@ -93,7 +93,7 @@ TRAITS: dict[str, Traits] = {
     ),
     "split": Traits(
         when=(
-            "the model fits on no single device. One stage works at a time, so it is slower than one device would be",
+            "the model is too big for one device. One stage works at a time, so it is slower than one device would be",
         ),
         many_devices=True,
         exchanges="activations",
@@ -104,7 +104,7 @@ TRAITS: dict[str, Traits] = {
     "pipeline": Traits(
         when=(
             "like `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
-            "the model fits on no single device, and speed matters. More processes than stages make replicas",
+            "the model is too big for one device, and speed matters. More processes than stages make replicas",
         ),
         processes="either",
         many_devices=True,
@@ -119,7 +119,7 @@ TRAITS: dict[str, Traits] = {
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
     "fsdp": Traits(
-        when=("the model, its gradients and optimizer fit on no single device. If they do, `ddp` is faster",),
+        when=("the model, its gradients and optimizer do not fit on one device. If they do, `ddp` is faster",),
         processes="many",
         exchanges="shards",
         refuses={

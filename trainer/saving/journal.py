@@ -60,7 +60,7 @@ class Attempt(BaseModel):
 
 @dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time went into steps that count.
+    """How much of a run's time went into useful steps.
 
     Attributes:
         fraction: of `wall_s`, the seconds from the first attempt's beginning to the last one's latest word.

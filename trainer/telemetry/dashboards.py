@@ -64,7 +64,7 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
         _lines("images/s, one device", "speed/samples_per_sec_per_device"),
         _lines("images/s, validation", "speed/val_samples_per_sec"),
         _lines("step, ms", "speed/step_ms"),
-        _lines("goodput, %: time of steps that count, of all time", "speed/goodput_pct"),
+        _lines("goodput, %: share of all time in useful steps", "speed/goodput_pct"),
     ]
     rows = {
         "does it learn": learning,

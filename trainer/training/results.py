@@ -43,11 +43,11 @@ class Result(Metrics):
     mode: Annotated[str, "as in the recipe"]
     world_size: Annotated[int, "number of processes"]
     devices: Annotated[list[str], "their names"]
-    batch_size: Annotated[int, "images of a step, over all devices"]
+    batch_size: Annotated[int, "images per step, over all devices"]
     accumulate: Annotated[int, "number of pieces in which a step is computed"]
-    precision: Annotated[str, "as computed on these devices"]
-    epochs: Annotated[int, "epochs done"]
-    steps: Annotated[int, "steps done"]
+    precision: Annotated[str, "the precision used on these devices"]
+    epochs: Annotated[int, "epochs completed"]
+    steps: Annotated[int, "steps completed"]
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, if it failed"]
     ended_by: Annotated[
@@ -58,10 +58,10 @@ class Result(Metrics):
     task: Annotated[str, "name of the task"]
     data: Annotated[
         dict[str, Any],
-        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many were `skipped`, and how "
-        "often the cache lacked one (`uncached`)",
+        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many images were `skipped`, and "
+        "how often one was not in the cache (`uncached`)",
     ]
-    train_loss: Annotated[float | None, "mean of the last epoch"]
+    train_loss: Annotated[float | None, "mean loss of the last epoch"]
     best_epoch: Annotated[int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"]
     throughput: Annotated[
         dict[str, Any] | None,
@@ -70,7 +70,8 @@ class Result(Metrics):
     step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
     data_wait_fraction: Annotated[float | None, "share of a step's time spent waiting for images"]
     short: Annotated[
-        bool, "true if the run was too short for logging.warmup_steps, so that all steps but the first are measured"
+        bool,
+        "true if the run was too short for logging.warmup_steps, so that speed figures leave out only its first step",
     ]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
     mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
@@ -86,19 +87,19 @@ class Result(Metrics):
     ]
     save: Annotated[
         dict[str, float] | None,
-        "since the last interruption: number of saves (`count`), mean seconds that one paused training (`blocked_s`) "
-        "and until its files were written (`seconds`)",
+        "since the last interruption: number of saves (`count`), mean seconds that a save paused training "
+        "(`blocked_s`) and until its files were written (`seconds`)",
     ]
     goodput: Annotated[
         dict[str, Any] | None,
-        "over all attempts of the run: the `fraction` of its time `wall_s` that went into steps that count, the "
+        "over all attempts of the run: the `fraction` of its time `wall_s` that went into useful steps, the "
         "`seconds` of each part, the number of `attempts` and their `ends`, `notes` on what is not counted: see "
         "[resume](resume.md#goodput-where-the-time-went)",
     ]
     verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
-    warnings: Annotated[dict[str, str], "what goes wrong, in sentences; empty if nothing is known to"]
-    facts: Annotated[dict[str, str], "what ran, by title, as `runs show` prints it"]
-    versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda that computed it"]
+    warnings: Annotated[dict[str, str], "what went wrong, in sentences; empty if nothing was noticed"]
+    facts: Annotated[dict[str, str], "what ran, by heading, as `runs show` prints it"]
+    versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda"]
     output: Annotated[str | None, "the run folder"]
 
 

@@ -73,5 +73,6 @@ def _values() -> Mapping[str, Sequence[str]]:
         "task.name": TASKS,
         "measured": ("here",),
         "format": EXPORTS,
+        "kind": ("job", "trainjob"),
         "yes": ("true", "false"),
     }

@@ -128,11 +128,12 @@ _trainer_found() {
             ;;
         -*)
             _trainer_match "$word" --help
-            case $command in runs | plan) _trainer_match "$word" --json ;; esac
+            case $command in runs | plan) _trainer_match "$word" --json ;; submit) _trainer_match "$word" --go ;; esac
             return
             ;;
     esac
     if [ $first = 1 ]; then _trainer_match "$word" $commands; fi
+    if [ "$command$task" = submit ]; then _trainer_match "$word" slurm kubernetes dockerfile; fi
     case $command in
 @OWN@
         runs)

@@ -54,7 +54,7 @@ def test_names_paths_and_several(home, tmp_path):
 
 def test_all_that_runs_write_is_removed(home):
     folder = make(home / "a")
-    for name in ("journal.jsonl", "skipped.csv", "worst.csv", ".worst.csv.0123"):
+    for name in ("journal.jsonl", "skipped.csv", "worst.csv", ".worst.csv.0123", "slurm-7.log"):
         (folder / name).touch()
     assert runs.command(["delete", "a", "yes=true"]).startswith("deleted runs/a (") and not (home / "a").exists()
 

@@ -25,6 +25,7 @@ WRITTEN = (  # by training and by commands on a run
     "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
     "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
     "stacks-rank*.txt", "journal.jsonl", "skipped.csv", "worst.csv", ".skipped.csv.*", ".worst.csv.*",
+    "slurm-*.log",
     ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
     ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
 )  # fmt: skip

@@ -89,6 +89,13 @@ def test_the_newest_state_now_and_then(controller: Controller, monkeypatch: pyte
     assert status(controller.reports[-1])["estimatedRemainingSeconds"] == 151
 
 
+def test_all_steps_are_not_the_end(controller: Controller) -> None:
+    job = TrainJobProgress({train_job.URL: controller.url}, print)
+    job.progress(10, 10, 0.0)  # there is still to evaluate and to save
+    job.close(completed=False)
+    assert {status(report)["progressPercentage"] for report in controller.reports} == {99}
+
+
 @pytest.mark.parametrize(("code", "pause"), [(500, 0.0), (403, 0.0), (200, 3.0)])
 def test_a_controller_in_trouble_holds_nothing_up(
     controller: Controller, code: int, pause: float, monkeypatch: pytest.MonkeyPatch

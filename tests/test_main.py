@@ -351,10 +351,13 @@ def test_several_ranks_are_started_with_the_same_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(launching, "start", lambda recipe, words, launch: started.append((words, launch)) or 5)
+    monkeypatch.setattr(launching, "start", lambda recipe, *given: started.append(given) or 5)
     words = ["recipe=digits", "nproc=2", "devices=[cpu]", "epochs=3"]
-    assert outcome(capsys, *words) == (5, "", "")
-    assert started == [(["recipe=digits", "devices=[cpu]", "epochs=3"], launching.Launch(2))]
+    assert outcome(capsys, *words) == outcome(capsys, *words, "max_restarts=3") == (5, "", "")
+    kept = ["recipe=digits", "devices=[cpu]", "epochs=3"]
+    assert started == [(kept, launching.Launch(2), 0), (kept, launching.Launch(2), 3)]
+    code, _, line = outcome(capsys, *words, "max_restarts=often")
+    assert code == 2 and "max_restarts=often" in line
 
 
 @pytest.mark.parametrize(

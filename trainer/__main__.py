@@ -14,6 +14,7 @@ if __name__ == "__main__" or early.is_installed_command():
     early.install_handlers()  # before all other imports
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -34,7 +35,7 @@ try:
     from trainer.processes.rank import place
     from trainer.recipe import recipes_command
     from trainer.recipe.known_names import check_names
-    from trainer.recipe.recipe_files import split_words
+    from trainer.recipe.recipe_files import positive_integer, split_words
     from trainer.saving.files import open_streams
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
@@ -43,7 +44,7 @@ except ModuleNotFoundError as fault:  # a library is missing, as after pip insta
 ALONE = ("evaluate", "predict", "compare", "sweep", "plan", "export", "cache", "prove", "submit")  # not under mpirun
 ROOMS = ("compare", "sweep", "plan", "predict", "export", "runs", "doctor", "prove", "submit")
 HOMES = {"cache": "trainer.data.cache.cache_command", **{name: f"trainer.commands.{name}" for name in ROOMS}}
-LAUNCH_WORDS = ("recipe", "nproc", "plugin", "checkpoint")
+LAUNCH_WORDS = ("recipe", "nproc", "max_restarts", "plugin", "checkpoint")
 
 
 def main() -> None:
@@ -53,6 +54,8 @@ def main() -> None:
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
+    if not code and multiprocessing.parent_process():  # a rank that our launcher forked, which waits for its return
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
     if _launched() or interrupts.stuck.is_set():
         logging.shutdown()
@@ -75,7 +78,9 @@ def answer(words: Sequence[str]) -> int:
             else endings.name_stopped_ranks(line, code, error)
         )
     endings.write_report(line, code, now)
-    if not family.launcher_prints():
+    if family.launcher_prints():
+        endings.let_cause_be_seen(code)
+    else:
         if not _launched() or place().is_main:
             endings.say(line, code)
         else:
@@ -138,9 +143,11 @@ def train(words: Sequence[str]) -> int:
     chosen = recipe.load(options.get("recipe"), *rest)
     if "plugin" not in options:
         check_names(chosen)
-    launch = launching.launch_to_start(chosen, options.get("nproc"))
+    restarts = positive_integer("max_restarts", options.get("max_restarts")) or 0
+    launch = launching.launch_to_start(chosen, options.get("nproc"), restarts)
     if launch is not None:
-        return launching.start(chosen, [word for word in words if not word.startswith("nproc=")], launch)
+        kept = [word for word in words if not word.startswith(("nproc=", "max_restarts="))]
+        return launching.start(chosen, kept, launch, restarts)
     launching.load_plugin(options.get("plugin"))
     from trainer.training import loop
 
@@ -153,7 +160,8 @@ def evaluate(words: Sequence[str]) -> int:
     options, rest = split_words(words, LAUNCH_WORDS)
     if "checkpoint" not in options:
         raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
-    for key, instead in (("recipe", "the run folder has its options"), ("nproc", "start several ranks with torchrun")):
+    instead_of = {"recipe": "the run folder has its options", "nproc": "start several ranks with torchrun"}
+    for key, instead in (instead_of | {"max_restarts": "type the same words again"}).items():
         if key in options:
             raise RecipeError(f"{key}= is not for evaluate: {instead}")
     launching.load_plugin(options.get("plugin"))

@@ -147,7 +147,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         return
     command, rest = read(words)
     if command == "train":
-        own, rest = split_words(rest, ("recipe", "nproc", "plugin"))
+        own, rest = split_words(rest, ("recipe", "nproc", "max_restarts", "plugin"))
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
         launch = choose_launch(variables, own.get("nproc"), recipe, lambda: _cards(variables), 2)

@@ -21,7 +21,7 @@ from tests import warm
 from tests.command_line import PROJECT
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
-from trainer.processes import early, family
+from trainer.processes import early, family, fork_server
 from trainer.recipe import load
 
 STAND_IN = """
@@ -131,6 +131,8 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launching.launch_to_start(recipe) is None
     assert launching.launch_to_start(recipe, "2") is None
+    with pytest.raises(RecipeError, match="torchrun --max-restarts=5"):
+        launching.launch_to_start(recipe, max_restarts=5)
     with pytest.raises(RecipeError, match=r"nproc=3 .*torchrun.*\b2\b"):
         launching.launch_to_start(recipe, "3")
     with pytest.raises(RecipeError, match=r"mode=single .*\b4\b"):
@@ -147,6 +149,7 @@ def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.launch_to_start(load(None, "devices=[cuda:2,cuda:3]")) == launching.Launch(2)
     assert launching.launch_to_start(load(None, "mode=single")) is None
     assert launching.launch_to_start(load(None), "1") is None
+    assert launching.launch_to_start(load(None), "1", max_restarts=1) == launching.Launch(1)
     with pytest.raises(RecipeError, match="8 processes for 4 devices"):
         launching.launch_to_start(load(None), "8")
 
@@ -272,11 +275,13 @@ def test_before_there_is_anything_to_save_a_signal_has_the_same_code(work: Path,
 
 
 def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:
-    """It reaches the whole terminal, also processes that have just begun: here, in each one's very first moments."""
-    (work / "sitecustomize.py").write_text(
-        "import os, signal\nif 'RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**5))\n"
+    """It reaches the whole terminal, also what ranks are forked from: here, in its very first moments."""
+    struck = "    os.kill(0, signal.SIGINT)\n    sum(range(10**5))\n"
+    (work / "sitecustomize.py").write_text(f"import os, signal\nif {fork_server.SERVED!r} in os.environ:\n{struck}")
+    environment = {**os.environ, "PYTHONPATH": f"{work}:{PROJECT}"}
+    process = subprocess.Popen(
+        command("nproc=2"), env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    process = start("nproc=2", way=subprocess.Popen, PYTHONPATH=f"{work}:{PROJECT}")
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors and "Fatal" not in errors, errors
     assert process.returncode == 130, errors

@@ -73,7 +73,7 @@ FLAG_COMMANDS = {name: command for command, names in _FLAGS.items() for name in 
 
 # Words of commands that no recipe holds.
 COMMAND_WORDS = {
-    "train": ("recipe", "nproc", "plugin"),
+    "train": ("recipe", "nproc", "max_restarts", "plugin"),
     "compare": ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps"),
     "sweep": ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume"),
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),

@@ -44,6 +44,7 @@ CAUSES = {  # what may be behind a signal that nobody sent on purpose
     GIVEN_UP.name: " (its Python did not run after a signal)",
     "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
 }
+NOTICED = 0.3  # seconds within which the launcher notices that a rank is gone; it looks every 0.1 s
 SLOWER = 5.0  # seconds that rank 0 may begin later than another
 
 
@@ -183,6 +184,12 @@ def say(line: str, code: int) -> None:
     prefix = "trainer: " if code in (0, 130, 143) else "trainer: error: "
     with suppress(OSError):  # the terminal may be gone
         print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
+
+
+def let_cause_be_seen(code: int) -> None:
+    """Wait a moment, in a rank that lost another, for our launcher names the one whose end it sees first."""
+    if code == PeerError.code:
+        time.sleep(NOTICED)
 
 
 def let_rank_0_print(code: int) -> None:

@@ -7,6 +7,7 @@ that failed reach the user unchanged. Nothing here imports torch before it start
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
-from trainer.launch import endings
+from trainer.launch import endings, ranks
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
 from trainer.processes import early, family, interrupts, resources
@@ -35,11 +36,11 @@ EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 
 
-def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
+def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int = 0) -> Launch | None:
     """Check a recipe against processes and devices before anything heavy starts.
 
     Returns:
-        What to `start`, or None when this process trains: it is a rank already, or there is only one.
+        What to `start`, or None when this process trains: it is a rank already, or the only one, to be started once.
 
     Raises:
         RecipeError: it cannot run like this; the line says what can.
@@ -53,6 +54,11 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
                 f"nproc={nproc} but torchrun started {rank.local_size} here: leave nproc= out, "
                 f"or type torchrun --nproc_per_node={nproc}"
             )
+        if max_restarts:
+            raise RecipeError(
+                f"torchrun started these ranks, and starts them again: leave max_restarts= out, and type "
+                f"torchrun --max-restarts={max_restarts}"
+            )
         check_meeting(rank)
         launch, size = Launch(rank.local_size), rank.size
     else:
@@ -60,7 +66,7 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None) -> Launch | None:
         size = launch.size
     check_processes(recipe, size, size // launch.nproc)
     assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe))
-    return None if rank.launched or size == 1 else launch
+    return None if rank.launched or (size == 1 and not max_restarts) else launch
 
 
 def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
@@ -106,8 +112,12 @@ def load_plugin(name: str | None) -> None:
         raise RecipeError(f"plugin={name} is not a module's name: {error}") from None
 
 
-def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
+def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: int = 0) -> int:
     """Run `python -m trainer words...` under torchrun, within this process; of a node's tasks only the first one does.
+
+    Args:
+        max_restarts: how often all ranks are started again when one was lost. What a rank says that it failed of would
+            fail again.
 
     Returns:
         0, or the exit code of the rank that failed first, after printing its line.
@@ -118,6 +128,9 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     if bound_by_mpi(os.environ):
         with suppress(OSError):  # the ranks of all tasks start from this one
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    # torchrun would set 1, which could not be distinguished from the user's own 1.
+    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_process(recipe, launch.nproc)))
+    ranks.start_server()
     loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
     from torch.distributed import run
@@ -128,32 +141,48 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch) -> int:
     arguments += [f"--rdzv_conf=timeout={math.ceil(recipe.timeout)}"]
     if launch.nnodes == 1:
         arguments += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1"]
-        arguments += [f"--rdzv_id={uuid.uuid4().hex}"]
     else:
         arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     os.environ[family.PARENT] = str(os.getpid())
-    # torchrun would set 1, which could not be distinguished from the user's own 1.
-    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_process(recipe, launch.nproc)))
-    quiet = logging.getLogger("torch.distributed")  # its 30 lines a failure would bury our one
-    quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
+    for name in ("torch.distributed", "torch.multiprocessing"):  # whose 30 lines a failure would bury our one
+        quiet = logging.getLogger(name)
+        quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
     sys.unraisablehook = without_timers(sys.unraisablehook)
     interrupts.raise_at_ctrl_c()
     passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
     handlers = {number: signal.getsignal(number) for number in passed_on}
     arguments += _signals(run, recipe)
+    try:
+        for restarts in itertools.count():
+            ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
+            if ending is None:
+                return 0
+            if ending.code != PeerError.code or restarts == max_restarts:
+                endings.say(ending.line, ending.code)
+                return ending.code
+            endings.say(f"{ending.line}; starting again, {restarts + 1} of {max_restarts} times", 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    raise AssertionError("unreachable")
+
+
+def _attempt(
+    arguments: Sequence[str], words: Sequence[str], launch: Launch, timeout: float, restarts: int
+) -> Ending | None:
+    """torchrun, but that its ranks are forked; None when every rank ended well."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
-        arguments += [f"--log_dir={logs}", "--module", "trainer", *words]
-        try:
-            with explain_delay(lambda: _missing_nodes(launch, recipe.timeout, Path(logs))):
-                ending = _ending(lambda: run.run(run.parse_args(arguments)), Path(logs), launch)  # type: ignore[no-untyped-call]
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    if ending is None:
-        return 0
-    endings.say(ending.line, ending.code)
-    return ending.code
+        forked = ["--start_method=forkserver", f"--log_dir={logs}", "trainer"]
+        if launch.nnodes == 1:
+            forked.insert(0, f"--rdzv_id={uuid.uuid4().hex}")
+        config, *_ = run.config_from_args(run.parse_args([*arguments, *forked]))  # type: ignore[no-untyped-call]
+        with explain_delay(lambda: _missing_nodes(launch, timeout, Path(logs))):
+            launcher = elastic_launch(config, ranks.run_rank)
+            return _ending(lambda: launcher({**os.environ}, restarts, *words), Path(logs), launch)
 
 
 def without_timers(show: Callable[[Any], object]) -> Callable[[Any], None]:
@@ -200,7 +229,7 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
     return options
 
 
-def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending | None:
+def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:
     """Run to the end; None when every rank ended well."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -209,11 +238,10 @@ def _ending(torchrun: Callable[[], None], logs: Path, launch: Launch) -> Ending 
         with interrupts.block_sigint_in_children():
             torchrun()
     except ChildFailedError as failed:
-        written = endings.reports(logs)
-        return endings.first_cause(
-            written.get(rank, Ending(rank, failure.exitcode, time=failure.timestamp))
-            for rank, failure in failed.failures.items()
-        )
+        seen = {
+            rank: Ending(rank, failure.exitcode, time=failure.timestamp) for rank, failure in failed.failures.items()
+        }
+        return endings.first_cause((seen | endings.reports(logs)).values())
     except SignalException as stopped:
         # The agent has passed the signal on and waited. A rank that could not save ends with another code.
         code = interrupts.exit_code(stopped.sigval)

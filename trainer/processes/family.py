@@ -22,6 +22,9 @@ from trainer.processes.rank import place
 # Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
 PARENT = "TRAINER_PARENT"
 PARENT_DIED = 7  # the exit code of a child that finds no parent
+RANK_NAME = (
+    "rank "  # and its number: what the kernel calls a rank that was forked, whose first environment is another's
+)
 STACKS = signal.SIGURG  # a rank that gets it writes its stacks to stderr, and goes on; no other process minds it
 
 
@@ -79,8 +82,11 @@ def living_ranks() -> dict[int, tuple[int, str]]:
         with suppress(OSError, ValueError):  # it ended meanwhile, or is not ours to look at
             state, parent = _read(int(pid), "stat").decode(errors="replace").rpartition(")")[2].split()[:2]
             if int(parent) == os.getppid() and state not in "ZX":
-                words = _read(int(pid), "environ").split(b"\0")
-                rank = [word[5:] for word in words if word.startswith(b"RANK=")]
+                name = _read(int(pid), "comm").decode(errors="replace").strip()
+                words = _read(int(pid), "environ").decode(errors="replace").split("\0")
+                rank = [word[5:] for word in words if word.startswith("RANK=")]
+                if name.startswith(RANK_NAME):
+                    rank = [name.removeprefix(RANK_NAME)]
                 if rank:
                     ranks[int(rank[0])] = int(pid), state
     return ranks

@@ -11,14 +11,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 from typing import Any
 
 from trainer.processes import early, family, pickling
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone
+SAFE = "PYTHONSAFEPATH"  # Python's variable: the working folder is not where modules come from
+LONGEST = 70  # bytes of a folder's path; a socket's may have 107, of which Python needs 32
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
 
 
@@ -38,12 +42,30 @@ def context(*preload: str) -> Any:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if threading.current_thread() is threading.main_thread():  # the kernel would kill the server with a lesser thread
         os.environ[SERVED] = str(os.getpid())
+    _choose_folder()
+    before = os.environ.get(SAFE)
+    if Path.cwd() != Path(__file__).parents[2]:  # there a random.py would be the user's own, and taken for the library
+        os.environ[SAFE] = "1"
     try:
         forkserver.ensure_running()
     finally:
         os.environ.pop(SERVED, None)
+        os.environ.pop(SAFE, None)
+        if before is not None:
+            os.environ[SAFE] = before
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
+
+
+def _choose_folder() -> None:
+    """Where the server listens: the temporary folder, but /tmp for one whose path is too long for a socket."""
+    typed = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = typed
 
 
 def begin_worker() -> None:
@@ -53,6 +75,16 @@ def begin_worker() -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    _begin()
+
+
+def begin_rank() -> None:
+    """In a new rank, which has handlers: receive signals, and go when the launcher goes, as a worker does."""
+    os.environ[family.PARENT] = str(os.getppid())
+    _begin()
+
+
+def _begin() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     server: Any = forkserver._forkserver
     alive = server._forkserver_alive_fd

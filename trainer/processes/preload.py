@@ -12,6 +12,7 @@ from trainer.processes.interrupts import exit_now
 server = os.getpid()
 # Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
 atexit.register(lambda: exit_now(0) if os.getpid() == server else None)
+os.environ.pop(fork_server.SAFE, None)  # of what the children start
 parent = os.environ.pop(fork_server.SERVED, "")
 if parent:
     family.die_with_parent(int(parent))

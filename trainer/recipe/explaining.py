@@ -31,7 +31,7 @@ KINDS = {
 }
 INHERITING = {"_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template"}
 INHERITING |= {"recipe"}  # as it is called on the command line
-WORDS = ("nproc", "plugin")  # of the command line, which belong to no recipe
+WORDS = ("nproc", "max_restarts", "plugin")  # of the command line, which belong to no recipe
 
 
 def explain_invalid(

@@ -119,6 +119,8 @@ class Job:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if f"STORM={self.mark}".encode() in words:
                     ranks = [word[5:].decode() for word in words if word.startswith(b"RANK=")]
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()  # of one that is forked
+                    ranks += [name.removeprefix("rank ")] * name.startswith("rank ")
                     found[int(pid)] = ranks[0] if ranks else ""
         return found
 

@@ -26,7 +26,7 @@ from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import endings, ranks
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
-from trainer.processes import early, family, interrupts, resources
+from trainer.processes import early, family, fork_server, interrupts, resources
 from trainer.processes.rank import check_meeting, place
 from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
@@ -175,6 +175,7 @@ def _attempt(
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
+    ranks.start_server()  # again, where it was killed
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
         forked = ["--start_method=forkserver", f"--log_dir={logs}", "trainer"]
         if launch.nnodes == 1:
@@ -238,8 +239,10 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         with interrupts.block_sigint_in_children():
             torchrun()
     except ChildFailedError as failed:
+        server_killed = Ending(0, PeerError.code, "the process that ranks are forked from was killed")
         seen = {
-            rank: Ending(rank, failure.exitcode, time=failure.timestamp) for rank, failure in failed.failures.items()
+            rank: server_killed if end.exitcode == fork_server.GONE else Ending(rank, end.exitcode, "", end.timestamp)
+            for rank, end in failed.failures.items()
         }
         return endings.first_cause((seen | endings.reports(logs)).values())
     except SignalException as stopped:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.processes import early, family, faults, fork_server
+from trainer.processes.rank import LAUNCHER
 
 MAIN = "trainer.__main__"
 
@@ -33,6 +34,7 @@ def run_rank(environment: Mapping[str, str], restarts: int, *words: str) -> None
     early.install_handlers()
     for name in environment.keys() - os.environ.keys():
         os.environ[name] = environment[name]
+    os.environ[LAUNCHER] = environment[family.PARENT]
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     reload(faults)  # which looks at the environment once
     fork_server.begin_rank()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from trainer.errors import SetupError
 
+LAUNCHER = "TRAINER_LAUNCHER"  # the launcher's process id, in ranks that another process forks for it
+
 
 @dataclass(frozen=True)
 class Place:
@@ -61,7 +63,7 @@ def check_meeting(me: Place) -> None:
 
 def job_id() -> str:
     """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
-    launcher = os.getppid() if place().launched else os.getpid()
+    launcher = int(os.environ.get(LAUNCHER, os.getppid())) if place().launched else os.getpid()
     try:
         with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
             started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"

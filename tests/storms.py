@@ -463,8 +463,12 @@ def main() -> None:
             (("unlocked",), asked.unlocked, asked.modes),
             (("renamed",), asked.renamed, asked.modes),
         ):
-            if modes:
-                print(f"{len(storms.run(kinds, count, modes))} x {', '.join(kinds)}", flush=True)
+            if modes and (hits := storms.run(kinds, count, modes)):
+                seconds = sorted(hit.seconds for hit in hits)
+                p50, p99 = (seconds[min(len(seconds) - 1, len(seconds) * part // 100)] for part in (50, 99))
+                print(
+                    f"{len(hits)} x {', '.join(kinds)}: ended within {p50:.1f} s (half), {p99:.1f} s (99 %)", flush=True
+                )
         print(f"all held, {time.monotonic() - begun:.0f} s")
 
 

@@ -21,12 +21,14 @@ MOST = 20  # notes on runs and other folders
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 RIGHT = {5, 6, 7}
 WRITTEN = (  # by training and by commands on a run
-    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "contact_sheet.png", "timeline.*",
+    "recipe.yaml", "result.json", "steps.csv", "tuning.json", "split.csv", "skipped.csv", "worst.csv",
+    "contact_sheet.png", "timeline.*",
     "*events.out.tfevents.*", "checkpoints", "last.safetensors", "best.safetensors", "model*.safetensors",
     "model*.onnx", "model*.onnx.data", "model*.pt2", "model*.torchscript", "wandb", "wandb.json", "mlflow.json",
     "stacks-rank*.txt", "journal.jsonl", "skipped.csv", "worst.csv", ".skipped.csv.*", ".worst.csv.*",
     "slurm-*.log",
     ".lock", ".*.tmp", ".recipe.yaml.*", ".result.json.*", ".steps.csv.*", ".tuning.json.*", ".split.csv.*",
+    ".skipped.csv.*", ".worst.csv.*", ".journal.jsonl.*",
     ".contact_sheet.png.*", ".timeline.json.*", ".events.*", ".wandb.json.*", ".mlflow.json.*", ".export-*",
 )  # fmt: skip
 STOP = "stop it first (Ctrl-C, or kill its process)"

@@ -61,15 +61,20 @@ def check_meeting(me: Place) -> None:
         )
 
 
+def launcher() -> int:
+    """The process id of the launcher that started this rank, or had another process fork it."""
+    return int(os.environ.get(LAUNCHER, os.getppid()))
+
+
 def job_id() -> str:
     """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
-    launcher = int(os.environ.get(LAUNCHER, os.getppid())) if place().launched else os.getpid()
+    starter = launcher() if place().launched else os.getpid()
     try:
-        with open(f"/proc/{launcher}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+        with open(f"/proc/{starter}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
             started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
     except (OSError, IndexError):
         started = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{os.uname().nodename}-{launcher}-{started}"
+    return f"{os.uname().nodename}-{starter}-{started}"
 
 
 def batch_job() -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import TrainerError
+from trainer.processes.rank import launcher
 from trainer.saving.files import read, set_aside, why, writing
 
 JOURNAL = "journal.jsonl"
@@ -240,8 +241,8 @@ def _before(working: float, alone: bool) -> dict[str, float]:
     if began is None:
         return {}
     parts = {f"{START}imports": _since_boot() - began - working}
-    launcher = _start_of(os.getppid()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
-    return {**({f"{START}launcher": began - launcher} if launcher is not None else {}), **parts}
+    started = _start_of(launcher()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
+    return {**({f"{START}launcher": began - started} if started is not None else {}), **parts}
 
 
 def _start_of(pid: int) -> float | None:

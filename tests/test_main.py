@@ -114,7 +114,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["train", "epochs"], "'epochs' key=value"),
         (["recipe=digts"], "recipe=digits?"),
         (["recipes", "digts"], "recipe=digits?"),
-        (["recipe=digits", "optimzer.lr=1"], "optimzer optimizer?"),
+        (["recipe=digits", "optimzer.lr=1"], "optimzer optimizer.lr=1"),
         (["recipe=digits", "recipe=mnist"], "recipe=digits recipe=mnist"),
         (["recipe="], "recipe= empty"),
         (["recipe=digits", "nproc=x"], "nproc=x"),

@@ -52,6 +52,12 @@ def test_digits_hold_out_every_fifth_image():
     assert pixels.std().item() == pytest.approx(found.std[0], abs=0.01)
 
 
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_a_folder_that_a_set_does_not_read_is_refused(name, tmp_path):
+    with pytest.raises(RecipeError, match=r"data\.root=.*data\.name=imagefolder"):
+        open_datasets(load(None, f"data.name={name}", f"data.root={tmp_path}"))
+
+
 def test_sets_in_memory_are_brought_to_the_recipes_shape_once():
     found = opened("data.image_size=32", "data.channels=3")
     assert found.train.images.shape == (1437, 3, 32, 32)

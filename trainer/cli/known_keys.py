@@ -79,7 +79,7 @@ COMMAND_WORDS = {
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),
     "submit": (
         "recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "kind", "image", "claim",
-        "requeues", "plugin", "output", "resume",
+        "requeues", "max_restarts", "plugin", "output", "resume",
     ),
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin"),

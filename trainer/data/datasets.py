@@ -139,6 +139,11 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         known = PUBLISHED[data.name]
         train, val, classes = load_published(data)
         return in_memory(data, train, val, classes, (known.mean, known.std), "torchvision's test images")
+    if data.name in ("digits", "synthetic") and data.root is not None:
+        raise RecipeError(
+            f"data.name={data.name} comes with this program and reads no folder, so data.root={data.root} would not be "
+            f"used: to train on the photos there, type recipe=finetune, or data.name=imagefolder"
+        )
     if data.name == "digits":
         return digits(data)
     if data.name == "synthetic":

@@ -359,7 +359,7 @@ def test_every_known_name_is_handled(tmp_path):
     for name in DATASETS:
         try:
             opened(f"data.name={name}", f"data.root={tmp_path}", "data.download=false")
-        except SetupError as error:
+        except (RecipeError, SetupError) as error:
             assert str(tmp_path) in str(error)
 
 

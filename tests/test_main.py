@@ -258,8 +258,8 @@ class OutOfMemoryError(RuntimeError):
         (
             InductorError("ImportError: /tmp/torchinductor_me/zv/cz.main.so: file too short"),
             3,
-            "/tmp/torchinductor_me/zv/cz.main.so is not whole (file too short): a run that was stopped while it "
-            "compiled left it there; rm /tmp/torchinductor_me/zv/cz.main.so, and the next run compiles it anew",
+            "/tmp/torchinductor_me/zv/cz.main.so is incomplete (file too short): a run was stopped while "
+            "compiling it; rm /tmp/torchinductor_me/zv/cz.main.so, and the next run compiles it again",
         ),
         (ImportError("/home/me/lib/mine.so: file too short"), 1, "ImportError: /home/me/lib/mine.so: file too short"),
         (ImportError("mine.so: undefined symbol"), 1, "ImportError: mine.so: undefined symbol"),

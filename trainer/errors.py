@@ -125,7 +125,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
     if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
-        return "a path begins with ~ and no user of that name is here: write the whole path", RecipeError.code
+        return "a path begins with ~ but there is no user of that name: write the whole path", RecipeError.code
     if (nondeterministic := _nondeterministic(text)) is not None:
         return nondeterministic, RecipeError.code
     if is_out_of_memory(error):
@@ -189,7 +189,7 @@ def installation_fault(error: BaseException) -> str | None:
         advice = "type ulimit -v unlimited, or ask for a job with more memory"
         return f"torch cannot be loaded ({text[:160]}): this process may not use enough memory: {advice}"
     return (
-        f"torch or torchvision cannot be loaded ({text[:160]}): install the pair anew, "
+        f"torch or torchvision cannot be loaded ({text[:160]}): reinstall both, "
         "pip install --force-reinstall torch torchvision"
     )
 
@@ -208,8 +208,8 @@ def _torn_kernel(error: BaseException, text: str) -> str | None:
     if os.path.abspath(folder) != os.path.abspath(home) if folder else "torchinductor" not in os.path.basename(home):
         return None  # a library of the user's own
     return (
-        f"{file} is not whole ({match[2]}): a run that was stopped while it compiled left it there; rm {quote(file)}, "
-        f"and the next run compiles it anew (or remove all that was compiled, {home})"
+        f"{file} is incomplete ({match[2]}): a run was stopped while compiling it; rm {quote(file)}, "
+        f"and the next run compiles it again (or remove everything that was compiled, {home})"
     )
 
 

@@ -86,7 +86,7 @@ def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
 def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: str) -> None:
     done = trainer("guide", *asked.split(), env={"TRAINER_COMMAND": "./launch.sh"})
     assert (done.returncode, done.stderr) == (0, "")
-    assert line in done.stdout and done.stdout.endswith(f"\nmore of this: ./launch.sh guide {topic}\n")
+    assert line in done.stdout and done.stdout.endswith(f"\nmore on this: ./launch.sh guide {topic}\n")
     assert len(done.stdout) < len(guide.command([topic]))
 
 

@@ -185,7 +185,7 @@ def test_a_list_of_shards_is_typed_in_brackets(sets, listed, tmp_path):
     [
         (
             ["data.root=/x/a-0.tar", "data.root=/x/a-1.tar"],
-            "your shell wrote them for {...}; quote it: data.root='...'",
+            "your shell expanded {...} into them; quote it: data.root='...'",
         ),
         (["data.root=*.tar"], "data.root=*.tar names no shards"),
         (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),

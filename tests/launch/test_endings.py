@@ -35,7 +35,7 @@ from trainer.processes import family, stacks
         ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
         ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),
         ([Ending(0, -6, "", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be"),
-        ([Ending(0, -6, "", 1.0), Ending(1, 7, "lost", 2.0)], 0, 7, "rank 0 was killed by SIGABRT (NCCL does so where"),
+        ([Ending(0, -6, "", 1.0), Ending(1, 7, "lost", 2.0)], 0, 7, "rank 0 was killed by SIGABRT (NCCL does this if"),
         ([Ending(0, -11, "", 2.0), Ending(1, 7, "lost", 1.0)], 0, 7, "rank 0 was killed by SIGSEGV (a fault in torch"),
         ([Ending(0, -12, "", 1.0)], 0, 143, "rank 0 was killed by SIGUSR2"),  # as Python started
         ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),

@@ -114,8 +114,8 @@ def test_hogwild_is_for_one_node() -> None:
         # virtual stages
         *((f"schedule={name} virtual_stages=3", 2, "") for name in VIRTUAL if name not in V_SHAPED),
         ("schedule=zbv virtual_stages=2", 2, ""),
-        ("schedule=zbv virtual_stages=3", 2, "zbv has 2 stages a rank, not 3: leave pipeline.virtual_stages out"),
-        ("schedule=dualpipev virtual_stages=1", 2, "dualpipev has 2 stages a rank, not 1"),
+        ("schedule=zbv virtual_stages=3", 2, "zbv has 2 stages per rank, not 3: leave pipeline.virtual_stages out"),
+        ("schedule=dualpipev virtual_stages=1", 2, "dualpipev has 2 stages per rank, not 1"),
         ("schedule=gpipe virtual_stages=1", 2, ""),
         ("schedule=gpipe virtual_stages=2", 2, "or use pipeline.schedule=interleaved1f1b or loopedbfs"),
         ("virtual_stages=2", 2, "pipeline.schedule=1f1b has 1 stage a rank, not 2"),

@@ -305,7 +305,7 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
         (b"epochs: !!python/object/apply:os.getcwd []\n", "line 1: put it in quotes"),
         (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
         (LAUGHS.encode(), "more than 20 aliases"),
-        (BOMB.encode(), "is not looked up"),
+        (BOMB.encode(), "is not expanded"),
         (b"[" * 100, "nested deeper than 20"),
         (b"a: " * 5000, "my_recipe.yaml: "),
         (b"# " + b"x" * 300_000, "300002 bytes is too large for a recipe"),

@@ -39,8 +39,8 @@ def test_a_run_that_is_well():
 @pytest.mark.parametrize(
     ("losses", "kind"),
     [
-        ([7, 9, 10, 12], "above guessing (2.30)"),
-        ([7, 30, 12, 11], "above guessing (2.30)"),  # falls again, and not below where it was
+        ([7, 9, 10, 12], "worse than guessing (2.30)"),
+        ([7, 30, 12, 11], "worse than guessing (2.30)"),  # falls again, and not below where it was
         ([7, 5, 4, 3], ""),  # falls
         ([2.5, 2.48, 2.5], ""),  # fresh weights that learn slowly
         ([9], ""),
@@ -59,7 +59,7 @@ def test_the_loss(losses, kind):
 def test_the_loss_in_the_warm_up():
     assert "loss" not in told(losses=[7, 9, 8], warmup=200)
     assert "loss" in told(losses=[7, 9, 10], warmup=100)
-    assert "above guessing" in told(losses=[7, 0.7, 9, 3], warmup=900)["loss"]
+    assert "worse than guessing" in told(losses=[7, 0.7, 9, 3], warmup=900)["loss"]
 
 
 def test_a_loss_of_another_kind():
@@ -138,8 +138,8 @@ def test_a_rate_that_still_rises():
 def test_a_class_that_is_never_predicted():
     found = told(**GUESSED)["never predicted"]
     assert "predicted as a," in found and "40 of it" in found and "data.balance=true" in suggested(found)
-    assert "labels fit" in told("data.balance=true", **GUESSED)["never predicted"]
-    assert "labels fit" in told(**GUESSED, labelled=False)["never predicted"]
+    assert "labels are right" in told("data.balance=true", **GUESSED)["never predicted"]
+    assert "labels are right" in told(**GUESSED, labelled=False)["never predicted"]
 
 
 @pytest.mark.parametrize(

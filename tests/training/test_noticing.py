@@ -99,7 +99,7 @@ def test_a_loss_above_guessing(tmp_path):
     words = [*DIGITS, "optimizer.lr=20", "schedule.name=constant", "schedule.warmup_epochs=0", "epochs=4"]
     meanwhile, end = trained(tmp_path, *words)
     assert learning(end) == {"loss"} and "2.30" in end["warnings"]["loss"]
-    assert sum("above guessing" in line for line in meanwhile) == 1
+    assert sum("worse than guessing" in line for line in meanwhile) == 1
     lower, _ = suggested(end["warnings"]["loss"])
     ok("recipe=digits_single", *instead(words, lower), "output=lower", cwd=tmp_path)
     assert result(tmp_path / "lower")["train_loss"] < end["train_loss"] / 10
@@ -115,8 +115,8 @@ def test_a_loss_that_grows(tmp_path):
 def test_accuracy_at_the_largest_class(made):
     words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
     meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")
-    assert learning(end) == {"accuracy"} and "labels fit" in end["warnings"]["accuracy"]
-    assert sum("accuracy stands" in line for line in meanwhile) == 1
+    assert learning(end) == {"accuracy"} and "labels are right" in end["warnings"]["accuracy"]
+    assert sum("accuracy is stuck" in line for line in meanwhile) == 1
 
 
 def test_learned_by_heart(made):

@@ -253,7 +253,7 @@ def _contradictions(words: Sequence[str], roots: Sequence[str]) -> Iterator[Mean
             values[key].append(value)
     for key, different in values.items():
         if len(different) > 1 and not (key == "data.root" and roots):
-            yield Meaning((), f"given as {' and as '.join(different)}: keep the one that is meant", key)
+            yield Meaning((), f"given as {' and as '.join(different)}: keep the one you mean", key)
 
 
 def _answer(word: Word, line: CommandLine) -> Meaning | None:

@@ -155,7 +155,7 @@ def command(words: Sequence[str]) -> str:
     width = min(WIDEST, shutil.get_terminal_size().columns)
     if asked not in topics() and (part := _section(asked)) is not None:
         topic, text = part
-        return for_terminal(_as_started(topic, f"# {text}"), width) + f"\nmore of this: {program()} guide {topic}\n"
+        return for_terminal(_as_started(topic, f"# {text}"), width) + f"\nmore on this: {program()} guide {topic}\n"
     if asked not in topics():
         near = nearest_topics(asked)
         hint = f"; nearest: {', '.join(near)}" if near else ""
@@ -248,7 +248,7 @@ def first(recipes: str) -> str:
     """The first page, with the recipes' lines."""
     shown = {page.usage.partition(" [")[0]: re.split("[:.,]", page.about)[0] for page in pages().values()}
     width = max(map(len, shown))
-    lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help tells more", ""]
+    lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help shows more", ""]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
     examples = pages()["train"].examples
     lines += ["", "  --key=value, --key value and key = value are read as key=value", KEYS, "", "recipes:", recipes, ""]

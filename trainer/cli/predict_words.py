@@ -44,7 +44,7 @@ def _sorted_out(word: Word) -> Word:
             f"'{typed}' is a run and has photos: type checkpoint={typed} for the run, data.root={typed} for the photos"
         )
     if is_run_below and os.path.exists(path) and not is_run:
-        raise RecipeError(f"'{typed}' is here, and a run is {below}: type ./{typed} for the first, {below} for the run")
+        raise RecipeError(f"'{typed}' is here, and {below} is a run: type ./{typed} for the first, {below} for the run")
     if is_run or is_run_below:
         return Word(typed, "checkpoint", typed)
     if os.path.lexists(path):

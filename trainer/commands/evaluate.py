@@ -101,7 +101,7 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
     try:
         known = tuple(map(str, json.loads(told.get("classes", "null")) or data.classes))
     except (ValueError, TypeError, RecursionError):
-        raise CheckpointError(f"{path}: what it tells of its classes makes no sense") from None
+        raise CheckpointError(f"{path}: its description of the classes makes no sense") from None
     if known != data.classes:
         raise CheckpointError(f"{path} was trained on {_listed(known)}, and {data.split} holds {_listed(data.classes)}")
     return as_stored(data, recipe)
@@ -148,9 +148,9 @@ class ImageFacts(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> ImageFacts:
         if not len(self.mean) == len(self.std) == self.channels:
-            raise ValueError("mean and std have other channels")
+            raise ValueError("mean and std have a different number of channels")
         if not self.image_size <= (self.shorter_side or self.image_size) <= 2 * self.image_size:
-            raise ValueError("what is cut out is not within the image, or hardly a part of it")
+            raise ValueError("the crop is outside the image, or covers hardly any of it")
         return self
 
     @classmethod
@@ -163,7 +163,7 @@ class ImageFacts(BaseModel):
             known = (f'"{key}":{facts[key]}' for key in cls.model_fields if key in facts)
             return cls.model_validate_json("{" + ",".join(known) + "}")
         except ValidationError:
-            raise CheckpointError(f"{path} is damaged: what it tells of its images makes no sense") from None
+            raise CheckpointError(f"{path} is damaged: its description of the images makes no sense") from None
 
 
 def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
@@ -177,4 +177,4 @@ def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
             facts = read_metadata(folder)
         if "classes" in facts:
             return facts
-    raise CheckpointError(f"{path} does not tell its classes; give a run folder or its last.safetensors")
+    raise CheckpointError(f"{path} does not name its classes; give a run folder or its last.safetensors")

@@ -1,7 +1,7 @@
 """Detecting this machine's cards: how many can this torch use, and why not all of them?
 
 A run asks as it starts, and so does `python -m trainer doctor`. Where no NVIDIA card is, nothing is asked and torch is
-not loaded. Whether it computes rightly on them is asked in `health`.
+not loaded. Whether it computes correctly on them is asked in `health`.
 """
 
 from __future__ import annotations

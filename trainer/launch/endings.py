@@ -39,7 +39,7 @@ from trainer.processes.watchdog_process import GIVEN_UP
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 CAUSES = {  # what may be behind a signal that nobody sent on purpose
     "SIGKILL": " (the system may be short of memory)",
-    "SIGABRT": " (NCCL does so where another rank is lost or silent; so does a library that finds a fault of its own)",
+    "SIGABRT": " (NCCL does this if another rank is lost or silent; so does a library that finds an internal error)",
     "SIGSEGV": " (a fault in torch or another library)",
     GIVEN_UP.name: " (its Python did not run after a signal)",
     "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",

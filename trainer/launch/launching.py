@@ -77,7 +77,7 @@ def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
     """
     wanted = launch_to_start(recipe, nproc) is not None
     if wanted and (task := task_of_node(os.environ)):
-        raise RecipeError(f"this is task {task} of its node, where task 0 starts all ranks: start one task a node")
+        raise RecipeError(f"this is task {task} of its node, where task 0 starts all ranks: start one task per node")
     return wanted
 
 
@@ -123,7 +123,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         0, or the exit code of the rank that failed first, after printing its line.
     """
     if task := task_of_node(os.environ):
-        endings.say(f"task {task} of this node leaves; task 0 starts all {launch.nproc} ranks here", 0)
+        endings.say(f"task {task} of this node exits; task 0 starts all {launch.nproc} ranks here", 0)
         return 0
     if bound_by_mpi(os.environ):
         with suppress(OSError):  # the ranks of all tasks start from this one
@@ -255,5 +255,5 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         if not type(error).__name__.startswith(("Dist", "Rendezvous")):
             raise
         where = f"{launch.master_addr}:{launch.master_port}"
-        raise SetupError(f"the nodes cannot meet at {where}: {str(error).splitlines()[0]}") from None
+        raise SetupError(f"the nodes cannot connect at {where}: {str(error).splitlines()[0]}") from None
     return None

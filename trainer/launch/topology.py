@@ -68,7 +68,7 @@ def choose_launch(
     if absent:
         raise RecipeError(
             f"NNODES={nnodes} needs {' and '.join(absent)}: on every node set NODE_RANK=0 to {nnodes - 1}, "
-            "MASTER_ADDR to the first node's name, and MASTER_PORT where 29500 is taken"
+            "MASTER_ADDR to the first node's name, and MASTER_PORT if 29500 is taken"
         )
     node_rank = _whole(variables, "NODE_RANK", 0, 0, nnodes - 1)
     port = _whole(variables, "MASTER_PORT", 29500, 1, 65535)

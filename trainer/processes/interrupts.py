@@ -238,7 +238,7 @@ def what_is_done_is_kept() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Preempted) as error:
         how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
-        raise kind(f"stopped by {how}; what was done is kept, and the same words go on") from None
+        raise kind(f"stopped by {how}; what was done is kept, and the same words continue it") from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

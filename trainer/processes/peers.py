@@ -143,7 +143,7 @@ def check_sums(device: torch.device, rank: int, size: int) -> None:
     dist.all_reduce(sums)
     if not torch.equal(sums.cpu(), numbers * (size * (size + 1) // 2) + size * (size - 1) // 2):
         raise SetupError(
-            f"rank {rank}: a sum over all ranks came out wrong: set NCCL_P2P_DISABLE=1 (and NCCL_SHM_DISABLE=1 if that "
+            f"rank {rank}: a sum over all ranks were wrong: set NCCL_P2P_DISABLE=1 (and NCCL_SHM_DISABLE=1 if that "
             "is not enough), or switch the IOMMU or PCIe ACS off and update the driver"
         )
 

@@ -94,7 +94,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         )
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and processes == 1:
         raise RecipeError(
-            "fsdp.offload=true is for shards, of which one process has none: type nproc=2, or fsdp.offload=false"
+            "fsdp.offload=true moves shards, but one process has none: type nproc=2, or fsdp.offload=false"
         )
     count = shards(recipe, processes)
     if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
@@ -150,7 +150,7 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
     schedule, wanted, virtual = schedule_of(recipe, processes), recipe.pipeline.stages, recipe.pipeline.virtual_stages
     if schedule in V_SHAPED and virtual not in (None, 2):
         raise RecipeError(
-            f"pipeline.schedule={schedule} has 2 stages a rank, not {virtual}: leave pipeline.virtual_stages out"
+            f"pipeline.schedule={schedule} has 2 stages per rank, not {virtual}: leave pipeline.virtual_stages out"
         )
     if schedule not in VIRTUAL and virtual not in (None, 1):
         raise RecipeError(

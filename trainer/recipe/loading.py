@@ -190,7 +190,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]
         path = parent_of(parent, label, path)
         if path in seen:
             circle = " -> ".join([*(Path(name).name for name, _ in reversed(chain)), parent])
-            raise RecipeError(f"{label}: extends goes round in a circle: {circle}")
+            raise RecipeError(f"{label}: extends forms a circle: {circle}")
         label, tree = label_of(path), read(path)
         chain.insert(0, (label, tree))
         seen.append(path)
@@ -210,13 +210,13 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
     seen: dict[str, str] = {}
     for word in words:
         if not isinstance(word, str):
-            raise RecipeError(f"words are text, each by itself, as in 'epochs=2', not {type(word).__name__}")
+            raise RecipeError(f"each word is a separate text, as in 'epochs=2', not {type(word).__name__}")
         key, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
             shell = key == "data.root" and word.endswith((".tar", ".parquet"))
-            keep = "your shell wrote them for {...}; quote it: data.root='...'" if shell else "keep one"
+            keep = "your shell expanded {...} into them; quote it: data.root='...'" if shell else "keep one"
             raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {keep}")
         if not value:
             raise RecipeError(f"{key}= is empty: write a value, or leave it out")

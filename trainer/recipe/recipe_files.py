@@ -157,7 +157,7 @@ def check_shape(text: str, name: str) -> None:
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:
             raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH}, or more than {MAX_ALIASES} aliases")
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-            raise RecipeError(f"{name}: write the value itself, ${{...}} is not looked up")
+            raise RecipeError(f"{name}: write the value itself, ${{...}} is not expanded")
 
 
 def _no_utf8(error: UnicodeDecodeError) -> str:

@@ -72,7 +72,7 @@ def commented(name: str, *words: str) -> str:
     """A recipe with every key as YAML that `load` accepts, each with its comment and who set it."""
     recipe, sources = load(name, *words), origins(name, *words)
     known, comments = keys(), sections()
-    lines = [f"# {recipe.name} with every key; `<- x` says that x set it, all else is as by default"]
+    lines = [f"# {recipe.name} with every key; `<- x` says that x set it, the rest is the default"]
     section = ""
     for key, value in flatten(recipe.to_dict()).items():
         parent, _, last = key.rpartition(".")
@@ -118,7 +118,7 @@ def write_new(name: str, words: Sequence[str], program: str = PROGRAM) -> str:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RecipeError(f"{name} is there already and stays as it is: choose another name, or remove it") from None
+        raise RecipeError(f"{name} exists already and was not changed: choose another name, or remove it") from None
     except OSError as error:
         raise SetupError(f"{name} cannot be written: {error.strerror}") from None
     return f"wrote {name}; edit it, and type: {program} {shlex.quote(f'recipe={name}')}\n"

@@ -132,6 +132,10 @@ def _range(key: str, text: str, whole: bool) -> Range:
         raise RecipeError(f"{key}={shown(text)}: {key} is a whole number: write two of them, as in {example}")
     if low >= high:
         swapped = "..".join(text.split("..")[::-1])
-        hint = "is one number: leave the dots out" if low == high else f"begins with the larger: write {key}={swapped}"
+        hint = (
+            "is one number: leave the dots out"
+            if low == high
+            else f"starts with the larger number: write {key}={swapped}"
+        )
         raise RecipeError(f"{key}={shown(text)} {hint}")
     return Range(key, low, high, whole)

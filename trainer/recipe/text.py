@@ -102,7 +102,7 @@ def unstorable(text: str) -> str | None:
             "into the environment (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, WANDB_API_KEY)"
         )
     if "${" in text:
-        return "write the value itself, ${...} is not looked up"
+        return "write the value itself, ${...} is not expanded"
     return not_utf8(text)
 
 

@@ -202,7 +202,7 @@ def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         # A sum is 100 times cheaper than the exact test and finite only if all of it is; it may overflow, so ask again.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
-            advice = "nothing was saved over; lower optimizer.lr or set clip_grad_norm=1, then resume=auto"
+            advice = "nothing was overwritten; lower optimizer.lr or set clip_grad_norm=1, then resume=auto"
             raise NotFiniteError(f"{name} ({where}) is not finite: {advice}")
 
 

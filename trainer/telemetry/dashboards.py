@@ -52,7 +52,7 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
     """
     others = [name for name in metrics if name != "loss"]
     parts = ["data", "compute", "optimizer", *["communication"] * communication, *["bubble"] * pipeline]
-    when = {"communication": ", told at the end: counted as compute before"}
+    when = {"communication": ", known only at the end: until then counted as compute"}
     learning = [
         _lines("loss: training, and validation", "train/loss", "val/loss"),
         *(_lines(f"{titles.get(name, name)} of validation", f"val/{name}") for name in others),

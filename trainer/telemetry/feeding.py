@@ -144,7 +144,7 @@ class LoggerThread:
                     raise _Refused from error
             else:
                 if warned:
-                    self._news.put(f"logging.{self._name} answers again, and has what was kept")
+                    self._news.put(f"logging.{self._name} answers again, and has received the kept values")
                 return
             if self._ended and (not self._opened or time.monotonic() + FIRST > self._until):
                 raise _GivenUp

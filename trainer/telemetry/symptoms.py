@@ -100,7 +100,8 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
     # In a warm-up a loss may begin high, and does not come back there from below.
     astray = last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))
     if guess is not None and last > ABOVE * guess and astray:
-        return f"the loss is above guessing ({guess:.2f}) and does not fall, {last:.4g} now: lower optimizer.lr{lower}"
+        course = f"worse than guessing ({guess:.2f}) and does not fall, {last:.4g} now"
+        return f"the loss is {course}: lower optimizer.lr{lower}"
     grows = len(losses) > 2 and losses[-1] > losses[-2] > losses[-3] and last > GROWN * least > 0
     # Of a loss whose size means nothing to us, only what undoes all learning is told.
     if grows and last > (losses[0] if guess is None else FEEBLE * guess):
@@ -128,14 +129,18 @@ def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     # The held-out loss is plain: a model that knows more than the classes' shares has a smaller one, or a falling one.
     if not last[-1]["loss"] > max(0.95 * entropy, 0.98 * last[0]["loss"]):
         return None
-    text = f"accuracy stands at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out images: "
+    text = (
+        f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out images: "
+    )
     text += "nothing is learned"
     uneven = share >= 2 * sum(n > 0 for n in facts.actual) ** -1
     if uneven and facts.labelled:
         return text + _tried(recipe, *_balances(recipe))
     spiked = facts.guessing is not None and max(facts.losses) > 1.05 * facts.guessing
     rates = [_lower(recipe)] if spiked else [_lower(recipe), 10 * recipe.optimizer.lr]
-    return text + _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates)) + ", and look whether the labels fit"
+    return (
+        text + _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates)) + ", and check that the labels are right"
+    )
 
 
 def _memorised(facts: Facts, recipe: Recipe) -> str | None:
@@ -160,7 +165,9 @@ def _rising(facts: Facts, recipe: Recipe) -> str | None:
     if last < TRIAL or facts.warmup < last:
         return None
     epochs = last / facts.epoch_steps
-    text = f"the learning rate still rises at the end: the warm-up takes {recipe.schedule.warmup_epochs:g} epochs of "
+    text = (
+        f"the learning rate is still rising at the end: the warm-up takes {recipe.schedule.warmup_epochs:g} epochs of "
+    )
     return f"{text}{epochs:.3g}{_tried(recipe, f'schedule.warmup_epochs={epochs / 10:.2g}')}"
 
 
@@ -175,26 +182,26 @@ def _never(facts: Facts, recipe: Recipe) -> str | None:
     if not places:
         return None
     names = ", ".join(facts.names[n] if n < len(facts.names) else str(n) for n in places[:5])
-    text = f"no image is predicted as {names}{', ...' * (len(places) > 5)}, and the held-out images have "
+    text = f"no image is predicted as {names}{', ...' * (len(places) > 5)}, although the held-out images include "
     text += f"{sum(facts.actual[n] for n in places)} of {'it' if len(places) == 1 else 'them'}"
     balance = _tried(recipe, *_balances(recipe)) if facts.labelled else ""
-    return text + (balance or ": look whether the training images have enough and their labels fit")
+    return text + (balance or ": check that the training images have enough and that their labels are right")
 
 
 def _cores(facts: Facts, recipe: Recipe) -> str | None:
     if facts.strain.others < OTHERS or facts.strain.seconds < BRIEF:
         return None
-    text = (
-        f"other programs kept the cores for {min(1.0, facts.strain.others):.0%} of the time, so figures of speed say "
-    )
-    return f"{text}little: type top to see which, and run it again without them"
+    text = f"other programs kept the cores for {min(1.0, facts.strain.others):.0%} of the time, so speeds are "
+    return f"{text}unreliable: type top to see which, and run it again without them"
 
 
 def _rate(facts: Facts, recipe: Recipe) -> str | None:
     if steady(facts.throughput):
         return None
     steps = f"max_steps={10 * max(TRIAL, facts.steps)}" if recipe.max_steps else f"epochs={10 * recipe.epochs}"
-    return f"images/s scatter more than their mean, which therefore says nothing: measure longer{_tried(recipe, steps)}"
+    return (
+        f"images/s vary by more than their mean, which therefore means nothing: measure longer{_tried(recipe, steps)}"
+    )
 
 
 def steady(throughput: Throughput | None) -> bool:
@@ -206,13 +213,13 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
     strain = facts.strain
     if strain.quota is not None:
         return (
-            f"the container's quota of {strain.quota:g} cores stopped the training again and again"
+            f"the container's quota of {strain.quota:g} cores stopped the training repeatedly"
             f"{_tried(recipe, f'threads={max(1, int(strain.quota))}')}, or give it more"
         )
     if not strain.throttled:
         return None
     ask = "nvidia-smi -q -d PERFORMANCE" if "cuda" in strain.throttled else "sensors"
-    return f"the device is throttled: {strain.throttled}; type {ask}, and see to its cooling and power"
+    return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {

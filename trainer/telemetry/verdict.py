@@ -26,7 +26,7 @@ PHRASES: dict[Part, str] = {
     "data": "{share:.0%} of the step waits for images",
     "communication": "{share:.0%} of the step waits for communication between ranks",
     "bubble": "{share:.0%} of the devices' time in a whole step is idle, waiting for other stages",
-    "optimizer": "{share:.0%} of the step is the optimizer's",
+    "optimizer": "{share:.0%} of the step is the optimizer",
     "logging": "{share:.0%} of the step is logging",
     "compute": "{share:.0%} of the step is computing, forward and backward",
 }

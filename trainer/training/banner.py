@@ -102,7 +102,7 @@ def few_for_batch_norm(run: Run) -> str | None:
     if not run.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (
-        f"try {', '.join(instead)}: mean and variance are of {rows} image{'s' * (rows > 1)} at a time, and below {FEW} "
-        "they are too rough, so accuracy suffers and losses differ from mode=single. Or take a model without BatchNorm "
-        "(cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
+        f"try {', '.join(instead)}: mean and variance are over {rows} image{'s' * (rows > 1)} at a time, and below "
+        f"{FEW} they are too rough, so accuracy suffers and losses differ from mode=single. Or use a model without "
+        "BatchNorm (cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
     )

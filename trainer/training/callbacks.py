@@ -47,7 +47,7 @@ class CallbackReport:
             value: a number, or a tensor or array of one.
         """
         if not isinstance(name, str) or not re.fullmatch(r"[\w.\-/]+", name):
-            raise RecipeError(f"log({name!r}, ...): a name is of letters, digits and _ . - /")
+            raise RecipeError(f"log({name!r}, ...): a name consists of letters, digits and _ . - /")
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):

@@ -203,7 +203,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} unreadable images were replaced"
     if result["data"]["uncached"]:
-        text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared anew"
+        text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared again"
     lines, pipeline = {"done": text}, result["pipeline"]
     if pipeline and pipeline["bubble_measured"] is not None:
         lines["bubble"] = f"{pipeline['bubble_measured']:.1%} of forward and backward"

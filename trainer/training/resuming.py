@@ -24,7 +24,7 @@ from trainer.training.same_images import tell_changes
 
 _HISTORY = TypeAdapter(History)
 _SENSELESS = (
-    "the checkpoint of step {step} is whole and does not hold what this version continues with ({reason}); "
+    "the checkpoint of step {step} is intact but lacks what this version needs to continue ({reason}); "
     "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
 )
 
@@ -87,7 +87,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         if not run.recipe.resume_weights_only:
             advice = "resume_weights_only=true continues with its weights and a fresh optimizer"
             raise CheckpointError(f"{reason}; {advice}") from None
-        run.tracker.say(f"  only the weights are continued, the optimizer starts anew: {reason}")
+        run.tracker.say(f"  only the weights are continued; the optimizer starts from scratch: {reason}")
     _restore_outer(run, state)
     run.updater.load(state.tensors.get("scaler", {}))
     if run.average is not None:

@@ -178,8 +178,8 @@ def identified(world: World, data: Datasets, state: State | None) -> tuple[dict[
         photos = [photo for photo in photos if min(photo[1:]) >= 0]
         others = [name for name, then, now in photos if then != now]
         if others:
-            counts = f"{len(others)} of {len(photos)} {ROLES[role]} photos looked at"
-            resized.append(f"{counts} have another size than when the run began ({few(others)})")
+            counts = f"{len(others)} of {len(photos)} {ROLES[role]} photos checked"
+            resized.append(f"{counts} have a different size than when the run began ({few(others)})")
             moved |= _moved(part, photos, data.classes)
     moved = world.broadcast_object(moved)
     if moved:
@@ -238,5 +238,5 @@ def tell_changes(run: Run, state: State) -> None:
     path = run.tracker.path
     if state.position.step >= run.total_steps and path is not None:
         words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
-        consequences += [f"this run is done and trains no more: train on them with python -m trainer {words}"]
+        consequences += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
     run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")

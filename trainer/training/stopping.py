@@ -42,7 +42,7 @@ def patience_line(run: Run) -> str:
     patience, best = run.recipe.stop.patience, best_epoch(run)
     epochs = f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
-        return f"stopped: {run.task.metric} was no number in {epochs} (stop.patience={patience})"
+        return f"stopped: {run.task.metric} was not a number in {epochs} (stop.patience={patience})"
     best_value = run.task.text({run.task.metric: run.history.best})
     return f"stopped: {epochs} without a better {best_value}, which was epoch {best}'s (stop.patience={patience})"
 

@@ -33,7 +33,7 @@ BAD = [
     (["modes=[]"], "modes=[] compares nothing"),
     (["modes=[1]"], "modes=[1] must be a list"),
     (["modes=[single"], "modes=[single must be a list"),
-    (["modes=[single output=x]"], "output=x is not a word of an entry"),
+    (["modes=[single output=x]"], "output=x cannot be set for one entry"),
     (["modes=[single optimizer.lrr=1]"], "did you mean optimizer.lr?"),
     (["""modes=["single 'x"]"""], "no closing quotation"),
     (["mode=ddp", "modes=[single]"], "keep modes="),
@@ -310,7 +310,7 @@ def test_a_recipe_that_was_changed_is_another(machine, tmp_path):
     (tmp_path / "mine.yaml").write_text("model:\n  name: mlp\n")
     compare.compare("mine.yaml", ["single"], repeats=1, output="out")
     (tmp_path / "mine.yaml").write_text("model:\n  name: cnn\n")
-    with pytest.raises(RecipeError, match="it was changed"):
+    with pytest.raises(RecipeError, match="older version of the recipe"):
         compare.compare("mine.yaml", ["single"], repeats=1, output="out", resume="auto")
 
 

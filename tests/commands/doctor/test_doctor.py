@@ -53,7 +53,7 @@ def test_on_this_machine():
     assert f" torch                 {torch.__version__.partition('+')[0]}\n" in done.stdout
     speed = r"(not known: .*|[\d.e-]+ times as fast as fp32, in a convolution on one core)"
     assert re.search(rf"^  bf16 +{speed}$", done.stdout, re.M)
-    assert re.search(r"^  gloo, 2 processes  .*\bright$", done.stdout, re.M)
+    assert re.search(r"^  gloo, 2 processes  .*\bcorrect$", done.stdout, re.M)
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
 
 
@@ -132,7 +132,7 @@ def two_cards(quick, monkeypatch):
 def test_cards_and_their_links(two_cards):
     found = doctor.examine()
     shown = rows(found)
-    a100 = "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, compute capability 8.0, computes rightly"
+    a100 = "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, compute capability 8.0, computes correctly"
     assert shown["cards", "cuda:0"] == shown["cards", "cuda:1"] == a100
     assert shown["between cards", "cuda:0 reaches directly"] == "all others"
     assert shown["between cards", "copies"] == "right in all 2 ways"

@@ -40,7 +40,7 @@ def test_the_page_of_gpus_that_are_not_here(capsys):
     assert answer(["plan", *words]) == 0
     page = capsys.readouterr().out
     assert "cuda:0 ... cuda:7" in page and "cpu:" not in page
-    assert "1.81 GMACs (3.63 GFLOP) forward an image" in page
+    assert "1.81 GMACs (3.63 GFLOP) per image, forward" in page
     assert re.search(r"^    2\.40 GiB .*\bCUDA\b.*\bNCCL\b", page, re.M)
     assert all(len(line) <= 120 for line in page.splitlines())
     rows = {line.split()[0]: line.split() for line in page.splitlines() if line.startswith("  ") and line.split()}

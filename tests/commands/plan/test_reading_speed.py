@@ -35,7 +35,7 @@ def test_of_photos_it_tells_speed_and_cache(photos):
     assert told["samples_per_sec"] == pytest.approx(told["processes"] / seconds)
     assert told["cache_bytes"] == 10 * 40 * 30 * 3 and 0 < told["jpeg_cache_bytes"] < told["cache_bytes"]
     page = page_of(whole)
-    assert "images/s by" in page and "data.cache=disk:" in page and "bounds the run" not in page
+    assert "images/s by" in page and "data.cache=disk:" in page and "limits the run" not in page
 
 
 @pytest.mark.parametrize(

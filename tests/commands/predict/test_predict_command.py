@@ -283,7 +283,7 @@ def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
     child.send_signal(number)
     _, errors = child.communicate(timeout=20)
     assert child.returncode == code and time.monotonic() - begun < 10
-    assert errors.count("\n") == 1 and f"output={tmp_path / 'out'} go on from here" in errors, errors
+    assert errors.count("\n") == 1 and f"output={tmp_path / 'out'} continue from here" in errors, errors
 
 
 def test_ranks_label_a_part_each(digits, photos, labelled, tmp_path):

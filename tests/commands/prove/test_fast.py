@@ -105,7 +105,7 @@ def test_what_was_not_measured_is_not_told(tmp_path):
     assert "published" not in found.line, "nothing is published of four"
     nothing = outcome_of(tmp_path, CARDS, 1, [2000.0], [2000.0], (), {**RESULT, "verdict": None})
     assert nothing.figures["times_one"] is None and nothing.figures["exposed_communication"] is None
-    assert "times one" not in nothing.line
+    assert "times as fast as one" not in nothing.line
 
 
 def test_every_number_of_devices_up_to_all():

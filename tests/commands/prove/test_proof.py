@@ -49,7 +49,7 @@ def made(tmp_path, devices=GPUS, **changes):
 
 def test_all_right(tmp_path):
     proof = made(tmp_path)
-    assert re.search(r"\bright on 4 GPUs; 3\.7 times one; .*communication \(6% ", proof["sentence"])
+    assert re.search(r"correctly on 4 GPUs; 3\.7 times as fast as one; .*communication \(6% ", proof["sentence"])
     assert (proof["status"], proof["times_one"], proof["format"]) == ("right", 3.7, 1)
     fast_ones = sum(row["part"] == "fast" for row in proof["checks"])
     assert proof["counts"] == {"measured": fast_ones, "right": len(proof["checks"]) - fast_ones}
@@ -73,11 +73,11 @@ def test_what_is_left_out_never_counts_as_passed(tmp_path):
     proof = made(tmp_path, CPUS, **{"mode ddp": None, "memory": None})
     total = sum(row["part"] == "right" for row in proof["checks"])
     assert proof["status"] == "incomplete" and proof["counts"]["left out"] == 2
-    assert re.match(rf"{total - 2} of {total} checks .*\b2 CPU processes\b.*left out", proof["sentence"])
+    assert re.match(rf"{total - 2} of {total} checks .*\b2 CPU processes\b.*skipped", proof["sentence"])
     left = [row for row in proof["checks"] if row["status"] == "left out"]
     assert [row["name"] for row in left] == ["mode ddp", "memory"] and all(row["line"] for row in left)
     page = markdown(proof)
-    assert re.search("Left out in 10 minutes: .*ddp.*; memory", page)
+    assert re.search("Skipped in 10 minutes: .*ddp.*; memory", page)
     assert "| 20 steps of ddp" not in page
 
 
@@ -89,7 +89,7 @@ def test_nothing_done_is_nothing_proven(tmp_path):
 
 def test_what_a_machine_cannot_do_is_no_fault_and_no_pass(tmp_path):
     proof = made(tmp_path, compile=Outcome("not here", "no compiler"))
-    assert proof["status"] == "right" and "right on 4 GPUs" in proof["sentence"]
+    assert proof["status"] == "right" and "trains correctly on 4 GPUs" in proof["sentence"]
     assert re.search(r"\| compile=true .*\| not here \| no compiler \|", markdown(proof))
 
 

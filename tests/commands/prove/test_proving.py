@@ -24,8 +24,8 @@ from trainer.errors import RecipeError
 
 FAULTS = {  # put in by hand, with the checks that have to see it and what they say
     "few_files": (["doctor"], "only 300 files may be open at once"),
-    "wrong_copy": (["copies"], r"\d+ of 24 came out wrong: cpu to cpu, by message, 1,048,579 of uint8: element"),
-    "wrong_sum": (["sums"], r"\d+ of 24 came out wrong: on cpu, 1,023 of uint8: element 5 is"),
+    "wrong_copy": (["copies"], r"\d+ of 24 were wrong: cpu to cpu, by message, 1,048,579 of uint8: element"),
+    "wrong_sum": (["sums"], r"\d+ of 24 were wrong: on cpu, 1,023 of uint8: element 5 is"),
     "other_each_time": (["repeat"], "losses, norms, weights, optimizer differ between two equal runs"),
     "repeated_step": (["repeat", "resume"], "differ from the run that was not killed"),
     "other_network": (["mode ddp"], "differs: .*optimizer by "),
@@ -70,7 +70,7 @@ def test_slow_readers_are_the_slow_part(tmp_path):
     done = prove(folder, fault="slow_readers")
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert re.search(r"\bright on 2 CPU processes; 1\.9 times one; .*reading photos \(0\.", last), last
+    assert re.search(r"correctly on 2 CPU processes; 1\.9 times as fast as one; .*reading photos \(0\.", last), last
     assert found(folder, "readers")["figures"]["ratio"]["median"] < 0.5  # of torchvision's own
 
 
@@ -80,7 +80,7 @@ def test_a_machine_without_a_fault_is_right(tmp_path, full):
     folder = begin(tmp_path / "proof", *names)
     done = prove(folder, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].endswith("right on 2 CPU processes")
+    assert done.stdout.splitlines()[-1].endswith("correctly on 2 CPU processes")
     rows = [found(folder, name) for name in names]
     assert {row["status"] for row in rows} <= {"right", "measured"} and all(row["todo"] is None for row in rows)
     assert (folder / "proof.png").stat().st_size > 10_000
@@ -196,7 +196,7 @@ def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatc
     monkeypatch.setattr(one, "slower", 1.0)
     one.announce()
     output = capsys.readouterr().out
-    assert "4 checks, about 2 minutes" in output and re.search(r"left out.*minutes=4 .*: d\b", output)
+    assert "4 checks, about 2 minutes" in output and re.search(r"skipped.*minutes=4 .*: d\b", output)
     one.run()
     assert done == ["a", "b", "c"], "the third took twice as long, so that nothing is left for the last"
 

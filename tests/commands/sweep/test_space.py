@@ -40,7 +40,7 @@ BAD = [
     (["optimizer.lr=[0.1,0.2]", "repeats=0"], "repeats=0 must be a whole number"),
     (["optimizer.lr=[0.1,0.2]", "trials=x"], "trials=x must be a whole number"),
     (["seed=[1,2]", "repeats=3"], "keep repeats="),
-    (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words go on"),
+    (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words continue it"),
     (["optimizer.name=[sgd,adam]", "optimizer.nesterov=true"], "a trial with optimizer.name=adam cannot run"),
     (["model.name=[cnn,cnnn]"], "did you mean model.name=cnn?"),
     (["batch_size=[96,97]", "mode=ddp", "nproc=2"], "a trial with batch_size=97 cannot run"),

@@ -160,7 +160,7 @@ def test_hundreds_are_told_before_they_start(machine, capsys):
 @pytest.mark.parametrize(("error", "kind"), [(KeyboardInterrupt(), Interrupted), (Preempted(), Preempted)])
 def test_what_is_stopped_goes_on(machine, error, kind, tmp_path):
     machine.faults["003"] = error
-    with pytest.raises(kind, match="the same words go on"):
+    with pytest.raises(kind, match="the same words continue it"):
         swept(RATES, "output=out")
     assert json.loads((tmp_path / "out/sweep.json").read_text())["status"] == "interrupted"
     machine.faults.clear()
@@ -287,7 +287,7 @@ def test_killed_and_typed_again_it_goes_on(tmp_path):
         time.sleep(0.05)
     again.send_signal(signal.SIGTERM)
     out, err = again.communicate(timeout=60)
-    assert again.returncode == 143 and err.count("\n") == 1 and "the same words go on" in err, out + err
+    assert again.returncode == 143 and err.count("\n") == 1 and "the same words continue it" in err, out + err
     for folder in folders:
         assert "resuming at step" in folder.with_name(f"{folder.name}.log").read_text()
         assert result(folder)["status"] == "preempted"

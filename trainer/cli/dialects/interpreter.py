@@ -212,7 +212,7 @@ def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
         modes = ",".join([line.values.get("modes", "").strip("[]"), *named]).strip(",").split(",")
         return Meaning((f"modes=[{','.join(dict.fromkeys(modes))}]",), typed=" ".join(named))
     if line.command == "compare" and (is_run(path) or typed.startswith("runs/")):
-        return Meaning((), "runs compare RUN RUN looks at runs that are done")
+        return Meaning((), "runs compare RUN RUN compares finished runs")
     if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and not predicts:
         return _shards(typed, line)
     if line.command == "predict":
@@ -237,7 +237,7 @@ def _shards(typed: str, line: CommandLine) -> Meaning:
     listed = [other for other in line.typed if other.endswith(SHARDS) and "=" not in other]
     pattern = os.path.join(os.path.dirname(typed), f"*{os.path.splitext(typed)[1]}")
     if len(listed) > 1 or line.values.get("data.root", "").endswith(SHARDS):
-        note = "in quotes, or the shell writes out the pattern"
+        note = "in quotes, or the shell expands the pattern"
         return Meaning(("data.name=shards", f"data.root={pattern}"), note, " ".join(listed))
     return Meaning(("data.name=shards", f"data.root={typed}"))
 

@@ -118,7 +118,7 @@ _VALUES: dict[str, dict[str, str]] = {
         "nn.bcewithlogitsloss",
         f"task.name=regression{_LOSS}": "mse l2 mseloss meansquarederror nn.mseloss",
         "(the loss is the task's: cross-entropy for task.name=classification, BCE for multilabel, MSE for regression; "
-        "guide own tells how to bring another)": "*",
+        "guide own explains how to use another)": "*",
     },
     "bce_loss": {f"task.name=classification{_LOSS}": "NO", f"task.name=multilabel{_LOSS}": "*"},
     "loss.label_smoothing": {"0.1": "YES"},
@@ -131,11 +131,11 @@ _VALUES: dict[str, dict[str, str]] = {
         "(the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5)": "*"
     },
     "color_jitter hsv_h hsv_s hsv_v degrees rotation translate shear": {
-        "(augment.auto=trivial turns, shifts, shears and recolours images)": "*"
+        "(augment.auto=trivial rotates, shifts, shears and recolours images)": "*"
     },
     "lrf": {"(schedule.min_lr= is the last learning rate itself, not a share of the first)": "*"},
     "max_time time time_limit steps_per_epoch": {
-        "(epochs= or max_steps= ends a run; one that is stopped goes on with resume=auto)": "*"
+        "(epochs= or max_steps= ends a run; a stopped run continues with resume=auto)": "*"
     },
     "ckpt checkpoint_path": {"(evaluate and predict have checkpoint=; a run goes on by output=RUN resume=auto)": "*"},
     "fast_dev_run overfit_batches limit_train_batches": {
@@ -156,30 +156,30 @@ _LEFT_OUT = {
     "callbacks are Python's, see guide python": "callbacks",
     "predictions are always written, into the folder output=": "predict:save predict:save_txt predict:save_conf",
     "there is no such switch": "v quiet q debug",
-    "NCCL joins GPUs and gloo CPUs by itself": "backend dist_backend ddp_backend",
+    "GPUs use NCCL and CPUs use gloo automatically": "backend dist_backend ddp_backend",
     "every epoch ends with an evaluation": "val validate do_eval eval val.every eval.every val_every eval_every "
     "val.interval eval.interval val_interval eval_interval eval_freq val_freq check_val_every_n_epoch "
     "val_check_interval eval_strategy evaluation_strategy eval_steps validation_freq",
-    "each held-out image is evaluated, once an epoch": "limit_val_batches validation_steps num_sanity_val_steps",
-    "no figure depends on how many images are evaluated at a time": "per_device_eval_batch_size eval_batch_size "
+    "each held-out image is evaluated once per epoch": "limit_val_batches validation_steps num_sanity_val_steps",
+    "results do not depend on how many images are evaluated at a time": "per_device_eval_batch_size eval_batch_size "
     "val_batch_size test_batch_size",
     "the run's folder keeps the last weights and the best, by the task's own metric": "monitor eval_metric "
     "metric_for_best_model greater_is_better load_best_model_at_end restore_best_weights save_best_only save_last "
     "save_weights_only checkpoint_metric",
-    "the metrics are those of the task": "metrics",
+    "the task decides its metrics": "metrics",
     "gradients are clipped by their norm, clip_grad_norm=": "gradient_clip_algorithm clip_mode",
-    "resume=auto knows where the run was": "start_epoch initial_epoch",
-    "images are not varied in this way; recipes keys augment lists the ways there are": "vflip flipud vertical_flip "
+    "resume=auto continues where the run stopped": "start_epoch initial_epoch",
+    "images cannot be varied in this way; recipes keys augment lists what is possible": "vflip flipud vertical_flip "
     "mosaic copy_paste perspective",
     "ddp needs no settings": "ddp_find_unused_parameters find_unused_parameters gradient_as_bucket_view static_graph",
     "dropout is the model's own": "dropout drop drop_rate drop_path",
     "choose another output=, or continue by resume=auto": "exist_ok overwrite force overwrite_output_dir",
     "kernels are chosen by trying them": "cudnn_benchmark benchmark cudnn",
     "images have one side, data.image_size=": "rect square",
-    "pixels are brought to data.mean= and data.std= by themselves": "rescale normalize normalise",
+    "pixels are normalised with data.mean= and data.std= automatically": "rescale normalize normalise",
     "TensorBoard shows the curves, see guide watch": "plots plot",
-    "top-1 and top-5 are always told": "topk top_k",
-    "each image is looked at once": "tta",
+    "top-1 and top-5 are always shown": "topk top_k",
+    "each image is evaluated once": "tta",
     "memory is pinned where a GPU trains": "pin_memory dataloader_pin_memory",
     "workers live as long as the run": "persistent_workers",
     "ranks are started by nproc=": "standalone",

@@ -65,7 +65,7 @@ def _recipe(key: str, value: str, line: CommandLine) -> Meaning | None:
         return run_within(key, value, line) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
-        return Meaning((), f"recipe= is a recipe's name or file, and {value[:40]} is none") if key != "recipe" else None
+        return Meaning((), f"recipe= is a recipe's name or file, not {value[:40]}") if key != "recipe" else None
     model = f"model.name={known[name]}"
     if known[name] in SMALL_MODELS:
         return Meaning(("recipe=digits", model))

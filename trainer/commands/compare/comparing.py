@@ -98,11 +98,11 @@ def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) ->
         if used and not resume:
             raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
         if used and before is None:
-            raise FolderInUseError(f"{path} holds something else than a comparison; choose another output=")
+            raise FolderInUseError(f"{path} holds something other than a comparison; choose another output=")
         for key, value in asked.items() if before else ():
             if before and key != "repeats" and before.get(key) != value:
                 what = f"compares with {key} {before.get(key)}, not {value}; put it back or"
-                what = "compares another recipe, it was changed;" if key == "settings" else what
+                what = "compares an older version of the recipe;" if key == "settings" else what
                 raise RecipeError(f"resume=auto: {path} {what} choose another output=")
         write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": asked}, indent=2) + "\n")
         yield path
@@ -152,7 +152,9 @@ class Comparison:
         except KeyboardInterrupt:
             status = "interrupted"
             where = f"output={self.folder} resume=auto"
-            raise Interrupted(f"stopped by Ctrl-C; what was done is in {self.folder}: continue with {where}") from None
+            raise Interrupted(
+                f"stopped by Ctrl-C; the results so far are in {self.folder}: continue with {where}"
+            ) from None
         finally:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
@@ -173,13 +175,13 @@ class Comparison:
         fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked.words)
         self.length = self.length or running.choose_length(self.base, checked, self.asked.steps, fixed)
         self._write("running")
-        more = "" if self.asked.repeats else ", or longer where a difference may hide"
-        _say(f"{self.length.steps} steps a run; {tqdm.format_interval(self._left())} left{more}")
+        more = "" if self.asked.repeats else ", or longer where a difference could go unnoticed"
+        _say(f"{self.length.steps} steps per run; {tqdm.format_interval(self._left())} left{more}")
         for repeat in self._rounds():
             self._round(repeat)
             self._write("running")
         timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
-        _say("held against what plan predicts, for which it measures a few seconds")
+        _say("compared with what plan predicts from a few seconds of measuring")
         self.predicted = {**predictions(self.entries, timed, self.asked.plugin), **self.predicted}
 
     def _rounds(self) -> Iterator[int]:

@@ -168,9 +168,7 @@ class Others:
         cores = self.cores()
         if cores is None or cores < BUSY:
             return []
-        return [
-            f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: better compare without them"
-        ]
+        return [f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: compare again without them"]
 
 
 def _busy() -> float | None:

@@ -95,7 +95,7 @@ def entries(
     shared = _by_key(words)
     given = shared.pop("mode", None)
     if given and modes is not None:
-        raise RecipeError(f"{given} and modes=[...] say the same twice: keep modes=")
+        raise RecipeError(f"{given} and modes=[...] set the same thing: keep modes=")
     if modes is None:
         modes = [base.mode] if given or sweep else list(MODES)
     if not modes:
@@ -103,14 +103,14 @@ def entries(
             f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {', '.join(MODES)}"
         )
     if sweep and sweep.key in shared:
-        raise RecipeError(f"{shared[sweep.key]} and sweep={sweep.key}:[...] give one key twice: keep the sweep")
+        raise RecipeError(f"{shared[sweep.key]} and sweep={sweep.key}:[...] set the same key: keep the sweep")
     rows: list[Entry] = []
     for text in modes:
         mode, mode_words = _mode_and_words(text)
         if "nproc" not in mode_words and nproc and _looks_at(TRAITS[mode], "nproc"):
             mode_words["nproc"] = f"nproc={nproc}"
         if sweep and sweep.key in mode_words:
-            raise RecipeError(f"'{text}' and sweep={sweep.key}:[...] give one key twice: keep the sweep")
+            raise RecipeError(f"'{text}' and sweep={sweep.key}:[...] set the same key: keep the sweep")
         used = sweep is not None and _looks_at(TRAITS[mode], sweep.key)
         for value in sweep.values if sweep and used else (None,):
             point = {sweep.key: sweep.word(value)} if sweep and used else {}
@@ -194,7 +194,7 @@ def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
         )
     odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
     if odd:
-        raise RecipeError(f"modes: '{text[:80]}': {odd} is not a word of an entry, it belongs to the whole comparison")
+        raise RecipeError(f"modes: '{text[:80]}': {odd} cannot be set for one entry, only for the whole comparison")
     return mode, _by_key(words)
 
 
@@ -232,7 +232,7 @@ def _entry(
     if launch is None:  # one process; nproc= stays, or the run would start as many as the machine suggests
         return Entry(name, (*listed, f"nproc={nproc}") if nproc else listed, chosen, value, series)
     if launch.nnodes > 1:
-        raise RecipeError(f"compare runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
+        raise RecipeError(f"compare runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
     return Entry(name, (*listed, f"nproc={launch.nproc}"), chosen, value, series, launch.nproc)
 
 

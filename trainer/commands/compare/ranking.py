@@ -88,7 +88,7 @@ def tabulate(
 def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:
     """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
     sentences = [
-        f"{row.entry} DISAGREES with {row.reference}: it computes something else, and its speed says nothing"
+        f"{row.entry} DISAGREES with {row.reference}: it computes something else, and its speed means nothing"
         for row in table
         if row.disagrees
     ]
@@ -101,7 +101,7 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> li
     best = significance.fastest(names, compared)
     if len(best) == len(names):
         few = min(pair.pairs for pair in compared)
-        hint = f"; {few} repeats show only the grossest, try repeats=5" if few < 4 else ""
+        hint = f"; {few} repeats show only very large ones, try repeats=5" if few < 4 else ""
         return [*sentences, f"{NO_DIFFERENCE} between {_listed(best)}{hint}"]
     several = f", {NO_DIFFERENCE} between them" if len(best) > 1 else ""
     return [*sentences, f"fastest: {_listed(best)}{several}"]

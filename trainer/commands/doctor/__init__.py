@@ -19,7 +19,7 @@ from trainer.processes.terminal import as_typed
 def command(words: Sequence[str]) -> int:
     """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
     if words:
-        raise RecipeError(f"doctor takes no words, and '{words[0][:80]}' is one: type python -m trainer doctor")
+        raise RecipeError(f"doctor takes no words, not '{words[0][:80]}': type python -m trainer doctor")
     report = examine()
     print(as_typed(report.text()), flush=True)
     return SetupError.code if report.problems else 0

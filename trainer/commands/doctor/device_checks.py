@@ -28,7 +28,7 @@ def check_cards(report: Findings) -> int:
         report.row(CARDS, "none", "torch can use none of those here" if here.fault else "training runs on the CPU")
         if not nodes and (lost := _without_driver()):
             report.problem(
-                f"an NVIDIA card is on the PCI bus ({lost}) and no driver runs it: install NVIDIA's driver (Ubuntu: "
+                f"an NVIDIA card is on the PCI bus ({lost}) but no driver serves it: install NVIDIA's driver (Ubuntu: "
                 "sudo ubuntu-drivers install) and restart; until then training runs on the CPU"
             )
         return 0
@@ -47,7 +47,7 @@ def _card(report: Findings, device: torch.device, count: int) -> bool:
     report.trying(str(device), health.check_card, device, count)
     computes = len(report.problems) == before
     about = report.trying(str(device), _about, device) or "cannot be asked"
-    report.row(CARDS, str(device), f"{about}, {'computes rightly' if computes else 'CANNOT BE USED'}")
+    report.row(CARDS, str(device), f"{about}, {'computes correctly' if computes else 'CANNOT BE USED'}")
     for name, value in _managed(report, device):
         report.row(CARDS, "", f"{name}: {value}")
     return computes

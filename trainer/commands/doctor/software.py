@@ -147,7 +147,7 @@ class Group:
         if reasons:
             reasons.sort(key=lambda reason: "lost another rank" in reason)  # a rank that failed by itself comes first
             raise SetupError(f"{self.backend} does not work between {self.size} processes here: {reasons[0]}")
-        return "sums come out right"
+        return "sums are correct"
 
     def _answer(self, rank: int) -> str:
         if not self.answers[rank].poll(max(1.0, self.begun + TIMEOUT - time.monotonic())):
@@ -223,7 +223,7 @@ def precisions(report: Findings) -> None:
 
     for name in precision.AUTOCAST:
         times = precision.cpu_speed(name)
-        unclear = "not known: the times of convolutions vary too much, as next to other programs; try again"
+        unclear = "not known: the times of convolutions vary too much, as when other programs run; try again"
         text = unclear if math.isnan(times) else f"{times:.2g} times as fast as fp32, in a convolution on one core"
         report.row("processor", name, text)
 

@@ -172,8 +172,8 @@ class FakeModel:
         except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError) as error:
             reason = " ".join(str(error).split())[:120] or type(error).__name__
             raise RecipeError(
-                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}), "
-                "so training may run and no plan tells how"
+                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}); "
+                "training may still work"
             ) from error
 
     def _images(self, rows: int) -> Tensor:

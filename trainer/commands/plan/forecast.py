@@ -53,7 +53,7 @@ def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: floa
     recipe = layout.recipe
     if recipe.traits.exchanges == "copies" and layout.kind == "cuda":
         raise RecipeError(
-            f"measured= does not tell of mode={recipe.mode}, which copies the model in every pass: plan mode=ddp"
+            f"measured= cannot predict mode={recipe.mode}, which copies the model in every pass: plan mode=ddp"
         )
     if bandwidth is not None:
         measured = replace(measured, bandwidth=bandwidth, exposed=None)
@@ -66,7 +66,7 @@ def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: floa
 def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast:
     notes = list(measured.assumptions)
     if layout.rows != measured.rows:
-        notes.append(f"an image costs as much in passes of {layout.rows} as in passes of {measured.rows}")
+        notes.append(f"an image takes as long in passes of {layout.rows} as in passes of {measured.rows}")
     compute = measured.image * layout.rows * layout.recipe.accumulate
     seconds, how = _all_reduce(fake, layout, measured)
     if how:
@@ -75,9 +75,9 @@ def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast
     reduced = layout.recipe.traits.exchanges == "gradients" and seconds and measured.exposed is None
     if reduced and layout.kind == "cuda":
         hidden = min(seconds, BACKWARD * measured.image * layout.rows)  # only the last micro-batch's pass exchanges
-        notes.append(f"{duration(hidden)} of {duration(seconds)} of all-reduce hide behind the backward pass")
+        notes.append(f"{duration(hidden)} of {duration(seconds)} of all-reduce overlap with the backward pass")
     elif reduced:
-        notes.append("nothing hides the all-reduce: on CPUs the same cores do both")
+        notes.append("the all-reduce overlaps with nothing: on CPUs the same cores do both")
     return Forecast(compute, seconds - hidden, measured.optimizer, measured.other, assumptions=tuple(notes))
 
 
@@ -90,12 +90,12 @@ def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[flo
         size = sharded_traffic(layout.recipe, count, fake.resident(fake.model).parameters)
         if measured.bandwidth is None:
             return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
-        return size / measured.bandwidth, f"{as_size(size)} of weights and gradients a step, none of it hidden"
+        return size / measured.bandwidth, f"{as_size(size)} of weights and gradients a step, none of it overlapped"
     per_step = 1.0
     if exchanges == "weights":
         every = layout.recipe.local_sgd.every
         if every is None:
-            return 0.0, "averaging once an epoch costs nothing beside its steps"
+            return 0.0, "the cost of averaging once an epoch is neglected"
         per_step = 1 / every
     if measured.exposed is not None:
         seconds, ranks = measured.exposed
@@ -138,7 +138,7 @@ def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: in
         total = sum(stage.flops for stage in cut.stages)
         seconds = _halves([measured.image * rows * stage.flops / total for stage in cut.stages])
         notes.append(
-            f"stages take their share of FLOPs; an image costs as much in passes of {rows} as of {measured.rows}"
+            f"stages take their share of FLOPs; an image takes as long in passes of {rows} as of {measured.rows}"
         )
     return _step(fake, layout, measured, cut, seconds, notes)
 

@@ -119,7 +119,7 @@ def _of_run(
     if str(result["devices"][0]).startswith("cpu") and recipe.threads and result["throughput"]:
         slower = result["throughput"]["threads"] / recipe.threads
         image *= slower
-    computing = f"computing as in {folder}: {1e3 * image:.3g} ms an image, in passes of {rows}, on "
+    computing = f"computing as in {folder}: {1e3 * image:.3g} ms per image, in passes of {rows}, on "
     computing += f"{result['devices'][0]} beside {processes - 1} more" if processes > 1 else str(result["devices"][0])
     reduced = was.traits.exchanges == "gradients" and apart["communication"]
     exposed = apart["communication"] * gradients_sent(recipe, 1) / gradients_sent(was, 1)

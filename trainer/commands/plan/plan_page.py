@@ -39,7 +39,7 @@ def page_of(plan: RunPlan) -> str:
         "batch": _batch(plan.batch),
         "steps": _steps(plan.steps, plan.learning_rate),
         **_wider(plan.batch, len(devices)),
-        "disk": f"{as_size(disk.checkpoint)} a checkpoint, {as_size(disk.folder)} for the run folder at its fullest",
+        "disk": f"{as_size(disk.checkpoint)} a checkpoint, {as_size(disk.folder)} at most for the run folder",
         "traffic": _traffic(plan),
         **_reading(plan.reading),
     }
@@ -75,7 +75,7 @@ def _devices(names: Sequence[str]) -> str:
 
 def _model(model: ModelFigures) -> str:
     count = model.forward_flops_per_image
-    work = f"{multiply_adds(count)} ({operations(count)}) forward an image"
+    work = f"{multiply_adds(count)} ({operations(count)}) per image, forward"
     return f"{model.name}, {model.parameters:,} parameters, {work}, {model.precision}"
 
 
@@ -100,8 +100,8 @@ def _batch(batch: BatchFigures) -> str:
 def _wider(batch: BatchFigures, cards: int) -> dict[str, str]:
     if batch.wider is None:
         return {}
-    few = f"{batch.whole} images on {cards} cards are {batch.per_device:.4g} a card, too few to keep it busy"
-    return {"small": f"{few}: try {batch.wider} (other maths, so other accuracy)"}
+    few = f"{batch.whole} images on {cards} cards are {batch.per_device:.4g} per card, too few to keep it busy"
+    return {"small": f"{few}: try {batch.wider} (different maths, so different accuracy)"}
 
 
 def _steps(steps: StepFigures, rate: RateFigures) -> str:
@@ -127,7 +127,7 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     line = f"{reading.samples_per_sec:,.4g} images/s by {reading.processes} process{'es' * many} of this machine"
     line += f" ({parts} a photo)"
     if reading.bound is not None:
-        line += f": at that speed the {reading.bound} bounds the run"
+        line += f": at that speed the {reading.bound} limits the run"
     cache = f"data.cache=disk: {reading.cached_samples_per_sec:,.4g} images/s, {as_size(reading.cache_bytes)} "
     cache += f"({as_size(reading.jpeg_cache_bytes)} with data.cache_format=jpeg), made in "
     return {"reading": line, "cache": cache + duration(reading.cache_seconds)}
@@ -145,7 +145,7 @@ def _traffic(plan: RunPlan) -> str:
         what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
         parts.append(f"{as_size(traffic.crossing_bytes)} a step of {what} from device to device")
     line = "; ".join(parts) or "none between devices"
-    return line + (f"; {duration(traffic.seconds)} if nothing hides it" if parts and traffic.seconds else "")
+    return line + (f"; {duration(traffic.seconds)} if nothing overlaps it" if parts and traffic.seconds else "")
 
 
 def _memory(plan: RunPlan) -> list[str]:
@@ -158,7 +158,7 @@ def _memory(plan: RunPlan) -> list[str]:
     lines = _table(rows)
     limit = plan.memory_limit
     if limit is None:
-        return [*lines, "  no such device is here: memory=24GiB tells whether this fits"]
+        return [*lines, "  this machine has no such device: add memory=24GiB to see whether this fits"]
     used_of = f"{as_size(plan.peak)} of {as_size(limit.bytes)} ({limit.source})"
     if plan.fits:
         cuda = plan.devices[0].startswith("cuda")
@@ -167,7 +167,7 @@ def _memory(plan: RunPlan) -> list[str]:
     lines.append(f"  DOES NOT FIT: {used_of}, of which {as_size(limit.usable)} can be used")
     lines += [f"    {advice.words:<28} {as_size(advice.peak):>10}  {advice.note}" for advice in plan.advice]
     if not plan.advice:
-        lines.append("    no change of the recipe makes it fit: take more devices or a smaller model")
+        lines.append("    no change to the recipe makes it fit: use more devices or a smaller model")
     return lines
 
 

@@ -92,9 +92,9 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
     name = torch.cuda.get_device_name(0) if layout.kind == "cuda" else "this CPU"
     notes = [f"computing as measured here, on {name}, {beside}; images arrive in time"]
     if count < layout.processes:
-        notes.append(f"{layout.processes} devices like it, each with cores and memory of its own")
+        notes.append(f"{layout.processes} devices like it, each with its own cores and memory")
     if first.bandwidth:
-        notes.append(f"devices exchange as two processes here: {first.bandwidth / 1e9:.2g} GB/s")
+        notes.append(f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s")
     return Timings(
         statistics.mean(answer.whole.seconds for answer in answers) / first.whole.rows,
         first.whole.rows,
@@ -120,7 +120,7 @@ def _at_once(layout: Layout) -> tuple[int, int]:
     most = resources.cuda_count() if layout.kind == "cuda" else most
     if not most:
         raise SetupError(
-            "measured=here: no CUDA device is here; give a run of such a device, measured=runs/x, or devices=[cpu]"
+            "measured=here: no CUDA device is here; give a run on such a device, measured=runs/x, or devices=[cpu]"
         )
     count = min(layout.processes, most)
     return count, resources.threads_per_process(layout.recipe, count)

@@ -205,7 +205,7 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
 def _sharding(fake: FakeModel, layout: Layout, room: int | None) -> list[str]:
     """Whether sharding gains much, and whether it is needed."""
     units = units_of(fake.model)
-    sizes = dict(zip(["what is in no block", *units], unit_sizes(fake.model, units), strict=True))
+    sizes = dict(zip(["what belongs to no block", *units], unit_sizes(fake.model, units), strict=True))
     largest = max(sizes, key=lambda name: sizes[name])
     share = sizes[largest] / max(1, sum(sizes.values()))
     notes = [f"fsdp gathers {largest} in one piece, {share:.0%} of the weights" + ": it gains little" * (share > MOST)]
@@ -239,7 +239,7 @@ def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, room: in
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:
         notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
     if layout.kind == "cuda" and not cards.detect().count:
-        notes.append("no GPU is here to ask: activations are those of the CPU's operators")
+        notes.append("without a GPU here, activations are those of the CPU's operators")
     if images.train is None:
         notes.append(f"training images are not counted: {images.note}")
     return notes

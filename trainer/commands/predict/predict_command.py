@@ -153,7 +153,7 @@ def _label_on(
     except (KeyboardInterrupt, Preempted) as stop:
         kind: type[TrainerError] = Preempted if isinstance(stop, Preempted) else Interrupted
         name = "SIGTERM" if kind is Preempted else "Ctrl-C"
-        again = f"the same words with output={written.path.parent} go on from here"
+        again = f"the same words with output={written.path.parent} continue from here"
         raise kind(f"stopped by {name}; {again}") from None
     finally:
         written.close()
@@ -163,8 +163,8 @@ def _label_on(
 def _complete(before: Mapping[str, int], final: Path, inputs: Inputs) -> None:
     """All was labelled before, or so it seems. Raises FolderInUseError, PredictionError."""
     if inputs.total is None:
-        raise FolderInUseError(f"{final} is complete, maybe of other {inputs.name}: choose another output=")
-    print(as_typed(f"{final} is complete already; another output= labels them again"), flush=True)
+        raise FolderInUseError(f"{final} is complete, perhaps for other {inputs.name}: choose another output=")
+    print(as_typed(f"{final} is complete already; to label them again, choose another output="), flush=True)
     _report_failures(before, final)
 
 
@@ -234,7 +234,7 @@ def sum_up(
             print(as_typed("\n".join(rows.answers(final, written.kind, probabilities))), flush=True)
         print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
         if counts["images"] > FEW and (worst := rows.write_worst(final, written.kind)) is not None:
-            print(as_typed(f"  worst    {worst}: the first labels there are most likely wrong"), flush=True)
+            print(as_typed(f"  worst    {worst}: its first labels are the most likely to be wrong"), flush=True)
     world.barrier()
     world.close()
     _report_failures(counts, final)
@@ -250,8 +250,8 @@ def summary(
         rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
         text += f"; {counts['unreadable']:,} could not be read, {rows} why"
     if accuracy is not None:
-        text += f"\n  top-1    {accuracy:.2%} of {images(counts['labelled'])} whose class is known"
+        text += f"\n  top-1    {accuracy:.2%} of {images(counts['labelled'])} with known classes"
     if accuracy is not None and seen:
         some = "all" if seen == counts["labelled"] else f"{seen:,}"
-        text += f"\n  note     {some} of these were trained on; without data.root= those held out are labelled"
+        text += f"\n  note     {some} of these were used in training; leave out data.root= to label the held-out images"
     return text + f"\n  result   {final}"

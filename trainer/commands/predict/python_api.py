@@ -73,16 +73,16 @@ def _check(model: object, inputs: object, batch_size: object) -> None:
     """Raises RecipeError where a program hands over something else, before anything starts."""
     if isinstance(model, str | os.PathLike):
         raise RecipeError(
-            f"predict() takes a model, and {os.fspath(model)!r} is a path: type "
+            f"predict() takes a model, but {os.fspath(model)!r} is a path: type "
             f"trainer.load({os.fspath(model)!r}).predict(images), which labels images as the run evaluated them"
         )
     if isinstance(model, type):
-        raise RecipeError(f"predict() takes a model, and {model.__name__} is a class: make one, {model.__name__}(...)")
+        raise RecipeError(f"predict() takes a model, but {model.__name__} is a class: make one, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
     if isinstance(inputs, DataLoader):
         raise RecipeError(
-            "predict() makes the batches itself, and a DataLoader gives batches: give the inputs, "
+            "predict() makes the batches itself, but a DataLoader gives batches: give the inputs, "
             "as in (item[0] for item in loader.dataset)"
         )
     iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set

@@ -82,7 +82,7 @@ class PartFile:
         self._synced = time.monotonic()
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.path.parent, f"the same words with output={self.path.parent} go on from here")
+        return writing(self.path.parent, f"the same words with output={self.path.parent} continue from here")
 
     def _keep_whole_rows(self, multiple: int) -> None:
         """Cut off what a stop has torn or something has damaged, and rows of a batch that was not complete: batches
@@ -262,7 +262,7 @@ def put_together(world: World, folder: Path, final: Path) -> None:
         _send(part)
     else:
         draft = draft_of(final)
-        with writing(folder, f"the same words with output={folder} go on from here"):
+        with writing(folder, f"the same words with output={folder} continue from here"):
             try:
                 with draft.open("wb") as whole:
                     whole.write(header(final.suffix[1:]).encode())

@@ -140,7 +140,7 @@ def dataset_split(data: Datasets, name: str, rank: int = 0, size: int = 1) -> In
     start, stop = contiguous_span(len(part), rank, size)
     title = f"{data.name}/{name}"
     if data.plain or isinstance(part, TensorSet):
-        raise RecipeError(f"data.name={data.name} holds no images, and predict labels images")
+        raise RecipeError(f"data.name={data.name} holds no images, but predict labels images")
     if isinstance(part, ImageSet):
         rows, images, known = len(part.labels), part.images, _classes(part.labels)
         named = part.where or (lambda n: f"{title}/{n}")

@@ -85,7 +85,7 @@ def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = ()
     split = not photos if split is None else split
     data = opened_again(path, recipe, facts) if split else None
     if facts.get("mean") == "[]" or (data is not None and data.plain):
-        raise RecipeError(f"{path} was trained on inputs other than images, and predict labels images")
+        raise RecipeError(f"{path} was trained on inputs other than images, but predict labels images")
     if data is not None:
         classes, preparation = data.classes, Preparation.of(data)
     else:

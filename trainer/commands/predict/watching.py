@@ -87,7 +87,7 @@ class Watch:
         self._bar.update(self._done - (self._bar.n - self._bar.initial))
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(self._folder, f"the same words with output={self._folder} go on from here")
+        return writing(self._folder, f"the same words with output={self._folder} continue from here")
 
 
 def images(count: int) -> str:

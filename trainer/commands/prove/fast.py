@@ -114,7 +114,7 @@ def slow_devices(devices: Devices, rates: Sequence[Sequence[float]], what: str) 
     for rank, (name, model, values) in enumerate(zip(devices.names, devices.models, rates, strict=True)):
         shown = name if devices.kind == "cuda" else f"{name}:{rank}"
         if max(values) < SLOW[devices.kind] * best[model]:
-            yield f"{shown} is slow: its {what} reach {max(values) / best[model]:.0%} of the best of its like"
+            yield f"{shown} is slow: its {what} reach {max(values) / best[model]:.0%} of the best device of its kind"
         elif max(values[-2:]) < THROTTLED[devices.kind] * max(values):
             yield f"{shown} is throttled: its {what} fall to {values[-1] / max(values):.0%} of its own best"
 
@@ -136,9 +136,11 @@ def links(runner: CheckRunner) -> Outcome:
     shown, todo = slow, "see what else runs (top)"
     if devices.kind == "cuda":
         shown = [" to ".join(devices.names[int(end)] for end in way.split(" to ")) for way in slow]
-        todo = "nvidia-smi topo -m and nvidia-smi nvlink -s tell how they are joined; compare 'modes=[ddp,local_sgd]'"
+        todo = (
+            "nvidia-smi topo -m and nvidia-smi nvlink -s show how they are connected; compare 'modes=[ddp,local_sgd]'"
+        )
     part = max(max(ways[way]) for way in slow) / best
-    return wrong(f"slow from {', '.join(shown)}: {part:.0%} of the fastest way", todo, **figures)
+    return wrong(f"slow from {', '.join(shown)}: {part:.0%} of the fastest link", todo, **figures)
 
 
 def start_up(runner: CheckRunner) -> Outcome:
@@ -199,7 +201,7 @@ def spread(values: Sequence[float]) -> str:
 def _settings(network: Network, runner: CheckRunner) -> Outcome:
     may = runner.devices.kind == "cuda" and runner.outcomes.get("compile", measured("")).status != "wrong"
     best = runner.measure("settings", **network.task(), may_compile=may)[0]
-    line = f"{best['batch']} images a device in {best['precision']}" + ", compiled" * best["compile"]
+    line = f"{best['batch']} images per device in  {best['precision']}" + ", compiled" * best["compile"]
     return measured(f"{line} are best of {len(best['tried'])} that were tried", **best)
 
 
@@ -251,7 +253,7 @@ def speed_outcome(
     parts += [f"{spread(ratio)} times a bare loop"]
     if times:
         waiting = f", {waits:.0%} of a bare step waits for communication" if waits else ""
-        parts.append(f"{times:.2f} times one{waiting}")
+        parts.append(f"{times:.2f} times as fast as one{waiting}")
     parts += [f"{row['share']:.0%} of the {row['images_per_sec']:,} published" for row in others]
     return measured(
         "; ".join(parts), images_per_sec=middle(ours), bare_images_per_sec=middle(bare), ratio=middle(ratio),

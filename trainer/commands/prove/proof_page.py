@@ -66,10 +66,10 @@ def sentence(devices: Devices, rows: Sequence[Mapping[str, Any]], times: float |
     done = possible.count("right")
     if not done:
         return f"nothing is proven on {where} yet"
-    parts = [f"trains right on {where}"]
+    parts = [f"trains correctly on {where}"]
     if done < len(possible):
-        parts = [f"{done} of {len(possible)} checks say that it trains right on {where}, the others were left out"]
-    parts += [f"{times:.2g} times one"] if times else []
+        parts = [f"{done} of {len(possible)} checks say that it trains correctly on {where}, the others were skipped"]
+    parts += [f"{times:.2g} times as fast as one"] if times else []
     parts += [f"the slow part is {slow}"] if slow else []
     return "; ".join(parts)
 
@@ -104,7 +104,7 @@ def markdown(proof: Proof) -> str:
     done = [row for row in checks if row["status"] != "left out"]
     lines = [f"### {proof['sentence']}", ""]
     lines += [f"- **{row['title']}**: {row['line']}. Try: {row['todo']}" for row in bad] + [""] * bool(bad)
-    lines += ["| does it train right? | | found |", "| --- | --- | --- |"]
+    lines += ["| does it train correctly? | | found |", "| --- | --- | --- |"]
     lines += [
         f"| {row['title']} | {MARKS[row['status']]} | {_cell(row['line'])} |" for row in done if row["part"] == "right"
     ]
@@ -120,12 +120,12 @@ def markdown(proof: Proof) -> str:
             for title, other in published
         ]
     if left := [row["title"] for row in checks if row["status"] == "left out"]:
-        lines += ["", f"Left out in {proof['minutes']:g} minutes: {'; '.join(left)}."]
+        lines += ["", f"Skipped in {proof['minutes']:g} minutes: {'; '.join(left)}."]
     lines += ["", f"Machine: {MachineFigures(**proof['machine'])}."]
     if (busy := proof["busy_cores"]) and busy >= BUSY:
         lines.append(f"Other programs kept {busy:.1f} cores busy meanwhile.")
     versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items() if version)
-    note = "Figures are medians (least to most) of several, each in turn with the bare PyTorch that it is beside."
+    note = "Figures are medians (smallest to largest) of several, each measured in alternation with bare PyTorch."
     return anonymous("\n".join([*lines, f"Versions: {versions}.", "", note, ""]))
 
 
@@ -189,6 +189,6 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.2 * top)
     axes.locator_params(axis="x", nbins=5)
-    axes.set_xlabel("images/s: the median, and the least and the most")
+    axes.set_xlabel("images/s: the median, the smallest and the largest")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(0, 1.06), ncols=2)

@@ -89,7 +89,7 @@ def _in_use(path: Path, bound: Mapping[str, str]) -> str | None:
     """What else the folder holds; None where it is free, or this very proof."""
     if not (path / KEPT).exists():
         used = path.is_dir() and any(name != ".lock" for name in os.listdir(path))
-        return "something else than a proof" if used else None
+        return "something other than a proof" if used else None
     before = usable_json(path / KEPT).get("bound")
     before = before if isinstance(before, dict) else {}
     changed = [key for key in bound if before.get(key) != bound[key]]
@@ -175,15 +175,15 @@ class Proving:
             raise RecipeError(f"minutes={self.minutes:g} is too short for any check: type minutes={enough}")
         models = sorted({*self.devices.models} - {"CPU"})
         where = self.devices.called(self.devices.count) + (f" ({', '.join(models)})" if models else "")
-        say(f"proving that this machine trains right, and how fast: {where}, {self.minutes:g} minutes")
-        say(f"  what is done is kept in {self.kept.folder}; stopped, the same words go on")
+        say(f"checking that this machine trains correctly, and how fast: {where}, {self.minutes:g} minutes")
+        say(f"  results are kept in {self.kept.folder}; if it is stopped, the same words continue it")
         if done:
             say(f"  {done} of {len(self.checks)} checks are done already")
         if chosen:
             minutes = math.ceil(sum(map(self._takes, chosen)) / 60)
             say(f"  {readable.counted(len(chosen), 'check')}, about {readable.counted(minutes, 'minute')}")
         if out := [check.title for check in waiting if check not in chosen]:
-            text = f"left out, for which minutes={enough} would do: {'; '.join(out)}"
+            text = f"skipped, for which minutes={enough} would do: {'; '.join(out)}"
             say(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
 
     def _waiting(self) -> list[Check]:
@@ -236,9 +236,9 @@ def report(folder: Path, proof: Proof) -> None:
             say(f"  WRONG  {row['title']}: {row['line']}")
             say(f"         try: {row['todo'] or ''}")
     if out := proof["counts"].get("left out"):
-        say(f"  {readable.counted(out, 'check')} left out: the same words with more minutes= go on with them")
+        say(f"  {readable.counted(out, 'check')} skipped: the same words with more minutes= run them")
     if (busy := proof["busy_cores"]) and busy >= BUSY:
-        say(f"  other programs kept {busy:.1f} cores busy meanwhile, which makes figures of speed smaller")
+        say(f"  other programs kept {busy:.1f} cores busy meanwhile, so speeds are lower than they could be")
     say(f"  report {folder}/proof.md, proof.json, proof.png")
     say(proof["sentence"])
 

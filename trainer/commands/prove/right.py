@@ -64,7 +64,7 @@ def digits(devices: Devices, model: str = "cnn_gn") -> list[str]:
 def checks(devices: Devices) -> Iterator[Check]:
     """All of it, in the order in which it is done."""
     count, start = devices.count, START[devices.kind]
-    yield Check("doctor", "right", "what `doctor` looks at", 12, doctor)
+    yield Check("doctor", "right", "what `doctor` checks", 12, doctor)
     if count > 1:
         yield Check("copies", "right", f"copies between all pairs of {devices.called(count)}, by pattern", 8, copies)
         yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
@@ -80,7 +80,7 @@ def checks(devices: Devices) -> Iterator[Check]:
         yield Check(f"precision {name}", "right", f"{name} against fp32", start, partial(_precision, name))
     slow = 25 if devices.kind == "cuda" else 45
     yield Check("compile", "right", "compile=true against the same without", 2 * start + slow, compiled, 1)
-    yield Check("memory", "right", "memory is given back", 3 * start, memory)
+    yield Check("memory", "right", "memory is freed", 3 * start, memory)
 
 
 def doctor(runner: CheckRunner) -> Outcome:
@@ -104,10 +104,10 @@ def _patterns(runner: CheckRunner, what: str, todo: str) -> Outcome:
     done, bad = sum(answer["done"] for answer in answers), [line for answer in answers for line in answer["wrong"]]
     todo = todo if runner.devices.kind == "cuda" else "test the machine's memory, and install torch again"
     if bad:
-        return wrong(f"{len(bad)} of {done} came out wrong: {bad[0]}", todo, done=done, wrong=bad)
+        return wrong(f"{len(bad)} of {done} were wrong: {bad[0]}", todo, done=done, wrong=bad)
     if not done:
         return wrong("nothing was compared", ADVICE, done=0, wrong=[])
-    return right(f"{done} arrived as they should, every element, in several types and sizes", done=done, wrong=[])
+    return right(f"{done} arrived correctly, every element, in several types and sizes", done=done, wrong=[])
 
 
 def single(runner: CheckRunner, name: str = "single", *words: str, model: str = "cnn_gn") -> Traces:
@@ -123,7 +123,7 @@ def _deterministic(runner: CheckRunner) -> list[str]:
 def repeat(runner: CheckRunner) -> Outcome:
     first, second = (single(runner, f"repeat/{number}", *_deterministic(runner)) for number in (1, 2))
     if different := different_bits(second, first):
-        todo = "test the memory and the card: a machine that computes otherwise each time cannot be trusted"
+        todo = "test the memory and the card: a machine whose results vary cannot be trusted"
         return wrong(f"{', '.join(different)} differ between two equal runs", todo, different=different)
     return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])
 
@@ -137,7 +137,7 @@ def resume(runner: CheckRunner) -> Outcome:
     code = runner.trainer("killed", words, {**EXACT, "TRAINER_FAULT": f"kill@0:{KILLED}"})
     if code != 137:
         line = failure_line(runner.log("killed"), code)
-        raise Failed(f"it was to be killed by SIGKILL and ended with {code}: {line}", 1)
+        raise Failed(f"it should have been killed by SIGKILL but ended with {code}: {line}", 1)
     code = runner.trainer("resumed", [*words, "resume=auto"], EXACT)
     if code:
         raise Failed(failure_line(runner.log("resumed"), code), code)
@@ -186,7 +186,7 @@ def _mode(mode: Mode, runner: CheckRunner) -> Outcome:
     first, last = sum(actual.losses[:5]) / 5, sum(actual.losses[-5:]) / 5
     if not last < first or len(actual.losses) < STEPS:
         return wrong(f"the loss does not fall: {first:.3f}, then {last:.3f}", ADVICE, first=first, last=last)
-    return right(f"other maths than single; the loss falls from {first:.3f} to {last:.3f}", first=first, last=last)
+    return right(f"different maths from single; the loss falls from {first:.3f} to {last:.3f}", first=first, last=last)
 
 
 def held_out_ways(devices: Devices) -> Iterator[tuple[str, list[str]]]:
@@ -246,7 +246,7 @@ def memory(runner: CheckRunner) -> Outcome:
     ]
     bad += [f"left in /dev/shm: {', '.join(left[:3])}"] * bool(left)
     if bad:
-        todo = "train in processes of their own (python -m trainer), which give all back"
+        todo = "train in separate processes (python -m trainer), which free everything"
         return wrong("; ".join(bad), todo, **figures)
     where = "the host, the device" if "device" in kept else "the host"
     return right(f"a run leaves nothing in the memory of {where} and in /dev/shm", **figures)

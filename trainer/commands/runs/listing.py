@@ -154,7 +154,7 @@ def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
     if not asked:
         return False
     if sys.stdin is None or not sys.stdin.isatty():
-        raise RecipeError("runs delete asks before it deletes, and nobody is there to answer: add yes=true")
+        raise RecipeError("runs delete asks before it deletes, but nobody can answer here: add yes=true")
     for run in runs:
         best = f", {run.best[0]} {readable.score(*run.best)}" if run.best else ""
         print(f"  {readable.plain(str(run.path))}: {run.status}{best}, {readable.as_size(run.size, run.more)}")
@@ -184,17 +184,17 @@ def _delete(run: RunSummary) -> str:
         left = sorted(os.listdir(path))
         still = [name for name in left if any(fnmatch(name, pattern) for pattern in WRITTEN)]
         if still:
-            raise SetupError(f"{path / still[0]} cannot be removed: look at its owner and rights (ls -l)")
+            raise SetupError(f"{path / still[0]} cannot be removed: check its owner and permissions (ls -l)")
         if not left:
             path.rmdir()
     except SetupError:
         raise
     except OSError as error:
-        raise SetupError(f"{path} cannot be removed ({why(error)}): look at its owner and rights (ls -l)") from None
+        raise SetupError(f"{path} cannot be removed ({why(error)}): check its owner and permissions (ls -l)") from None
     finally:
         os.close(lock)
     freed = readable.as_size(run.size, run.more)
     if not left:
         return f"deleted {readable.plain(str(path))} ({freed})"
     shown = readable.plain(", ".join(left[:3])) + f" and {len(left) - 3} more" * (len(left) > 3)
-    return f"deleted the run in {readable.plain(str(path))}; left there, as no run wrote it: {shown}"
+    return f"deleted the run in {readable.plain(str(path))}; kept, because no run wrote it: {shown}"

@@ -25,8 +25,8 @@ from trainer.telemetry.events import curves_of
 
 KEYS = 24  # changed keys of a recipe that are shown
 ADVICE = {
-    "failed": "fix what it says, then type the same command again; resume=auto continues where a checkpoint is",
-    "killed": "no process holds the folder and no end is written down: it was killed, or ended before it began",
+    "failed": "fix the error, then type the same command again; resume=auto continues from a checkpoint",
+    "killed": "no process uses the folder and no end was recorded: it was killed, or ended before it began",
 }
 MOST = 6  # runs
 ENDS, LEAST = 10, 5e-4  # of attempts, that are shown; and the least share of a run's time
@@ -99,10 +99,10 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
         yield "loss", f"{numbers[0]:.4g} in the first epoch, {numbers[-1]:.4g} in the last, on training images"
     if run.speed is not None:
         step = run.figure("step_time_s", "mean")
-        milliseconds = f", {readable.number(1e3 * step)} ms a step" if step else ""
+        milliseconds = f", {readable.number(1e3 * step)} ms per step" if step else ""
         yield "speed", f"{readable.number(run.speed)} images/s{milliseconds}"
     if run.peak_memory is not None:
-        yield "memory", f"{readable.as_size(run.peak_memory)} on the fullest device"
+        yield "memory", f"{readable.as_size(run.peak_memory)} on the device with the most"
     verdict = _section(result, "verdict").get("sentence")
     yield "verdict", str(verdict or "")
     for sentence in _section(result, "warnings").values() if not verdict else ():  # which begins with them
@@ -194,7 +194,7 @@ def _changed(run: RunSummary) -> tuple[str, list[str]]:
         return title, []
     before, after = recipes.flatten(was), recipes.flatten(now)
     words_of = [f"{key}={value_of(value)}" for key, value in after.items() if value != before[key]]
-    return title if name else f"{title} (beside the defaults)", words_of
+    return title if name else f"{title} (differs from the defaults)", words_of
 
 
 def value_of(value: Any) -> str:

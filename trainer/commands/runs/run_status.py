@@ -80,7 +80,7 @@ class RunSummary:
 
     @property
     def peak_memory(self) -> float | None:
-        """Bytes on the fullest device."""
+        """Bytes on the device with the most."""
         peaks = self.result.get("peak_memory_bytes")
         sizes = map(finite, peaks.values()) if isinstance(peaks, Mapping) else ()
         return max((size for size in sizes if size is not None), default=None)

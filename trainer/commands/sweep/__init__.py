@@ -32,7 +32,7 @@ def command(words: Sequence[str]) -> int:
     if "recipe" not in options:
         raise RecipeError(f"sweep needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
     if options.get("resume", "auto") != "auto":
-        raise RecipeError(f"resume={options['resume']} must be auto, and may be left out: the same words go on")
+        raise RecipeError(f"resume={options['resume']} must be auto, and may be left out: the same words continue it")
     space = SearchSpace.of(
         options["recipe"],
         rest,

@@ -252,7 +252,7 @@ class Places:
         recipe, runs = space.base, space.count() * space.repeats
         launch = launching.launch_to_start(_on_one_place(recipe, space.nproc), space.nproc)
         if launch is not None and launch.nnodes > 1:
-            raise RecipeError(f"sweep runs on one node, and NNODES or SLURM say {launch.nnodes}: unset them for it")
+            raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
         ranks, cores = launch.nproc if launch else 1, resources.cores()
         cuda = resources.cuda_wanted(recipe)
         names = [f"cuda:{n}" for n in range(cuda)] if recipe.devices == "auto" else present(recipe.devices, cuda)

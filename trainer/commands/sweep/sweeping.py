@@ -79,7 +79,7 @@ def _other(path: Path, space: SearchSpace) -> str | None:
     before = previous.get("asked")
     if not isinstance(before, dict):
         used = path.is_dir() and any(name != ".lock" for name in os.listdir(path))
-        return "something else than a sweep: " if used else None
+        return "something other than a sweep: " if used else None
     changed = [key for key, value in space.asked().items() if key != "settings" and before.get(key) != value]
     changed += _changed_settings(before.get("settings"), space)
     if not changed:
@@ -158,7 +158,7 @@ class Sweeping:
         if space.trials is not None:
             say("  a trial below the median of the others at the same epoch is ended early")
         say(f"  {self.metric.name} on {self.metric.images}")
-        say(f"  in {self.folder}; stopped, the same words go on")
+        say(f"  in {self.folder}; if it is stopped, the same words continue it")
 
     def _told(self, run: TrialRun, outcome: TrialOutcome, seconds: float | None) -> None:
         """A run has ended, or was done before."""

@@ -183,7 +183,7 @@ def delete(listed: Sequence[CacheFacts], yes: str | None) -> None:
                 raise FolderInUseError(f"{cache.path.name} is in use by a run: stop that first; nothing was deleted")
         if yes != "true":
             if sys.stdin is None or not sys.stdin.isatty():
-                raise RecipeError("cache delete asks before it deletes, and nobody is there to answer: add yes=true")
+                raise RecipeError("cache delete asks before it deletes, but nobody can answer here: add yes=true")
             print(table(listed), end="")
             try:
                 if input("delete? y/N ").strip().lower() not in ("y", "yes"):

@@ -226,7 +226,7 @@ def test_a_folder_of_another_sweep_is_refused_with_what_goes_on_there(machine):
 def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").touch()
-    with pytest.raises(FolderInUseError, match="something else"):
+    with pytest.raises(FolderInUseError, match="something other"):
         swept(RATES, "output=out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) in (["notes.txt"], [".lock", "notes.txt"])
 

@@ -1,4 +1,4 @@
-"""The cards' health: does this torch compute rightly on each, and copy rightly from one to another?
+"""The cards' health: does this torch compute correctly on each, and copy correctly from one to another?
 
 A run asks it of the cards that it trains on, as it starts, and `python -m trainer doctor` of all.
 """

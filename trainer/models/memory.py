@@ -1,4 +1,4 @@
-"""What a training step holds of a device's memory: the one model of it, counted on real, fake and meta tensors alike.
+"""The memory that a training step needs on a device, counted on real, fake and meta tensors alike.
 
 A plan asks it of a model of shapes alone, a pipeline of the blocks that it times, a speed test of the model to come.
 """

@@ -1,4 +1,4 @@
-"""What becomes of gradients: optimizers, schedule, fp16 scaling, moving average, roles of parameters.
+"""From gradients to weights: optimizers, schedule, fp16 scaling, moving average, roles of parameters.
 
 Imports: errors, recipe, models, modes.
 """

@@ -51,7 +51,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """As the shipped file holds it."""
+    """The text of the shipped file."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A word that is no key: the key that it misspells, or keys that speak of it."""
+"""A word that is not a key: the key that it misspells, or keys with a similar meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema of recipes has: its keys with their defaults, their sections, and the kinds of values they take.
+"""The keys of the schema: their defaults, their sections, and the kinds of values they take.
 
 And which keys have no effect together with others, and which a continued run may change.
 """

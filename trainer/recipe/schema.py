@@ -33,16 +33,16 @@ from trainer.recipe.kinds import (
 from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
-STREAMS = "streams"  # the one pipeline schedule that runs in one process
-MEASURED = "measured"  # the pipeline schedule that is made of the stages' seconds
+STREAMS = "streams"  # the only pipeline schedule that runs in one process
+MEASURED = "measured"  # the pipeline schedule made from the measured times of the stages
 LARGEST_SIDE = 2**14  # pixels
-IN_TURN = "split"  # what stages have for a schedule that work one at a time
+IN_TURN = "split"  # the schedule of stages that work one at a time
 Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev", "measured"
 ]
 
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")  # paths
-NAMELESS = "recipe"  # what messages call a recipe that is no file
+NAMELESS = "recipe"  # the name in messages of a recipe that is not a file
 EXTENDS = "extends"  # the key of a file, not of a recipe, that names the recipe it is made from
 EXTENDS_COMMENT = "the recipe that this file changes: a shipped name, or a file or run folder relative to this file"
 
@@ -359,7 +359,7 @@ class Recipe(_Section):
 
     @property
     def traits(self) -> Traits:
-        """What is to know of the mode."""
+        """The properties of the mode."""
         return TRAITS[self.mode]
 
     @property
@@ -438,7 +438,7 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
 
 
 def _check_texts(recipe: Recipe, name: str) -> None:
-    """Texts that no file of a run can hold so that they come back."""
+    """Texts that cannot be stored in a run's files and read back."""
     for key, value in flatten(recipe.to_dict()).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and (fault := unstorable(text)):

@@ -1,4 +1,4 @@
-"""Mistakes in a recipe file that make it no YAML, or other YAML than was meant: the line, and what to write there.
+"""Mistakes in a recipe file that make it invalid YAML, or YAML that means something else: the line, and its correction.
 
 YAML's own messages name the line where parsing broke off, often a later one. Looked for only where a file failed.
 """

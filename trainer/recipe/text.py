@@ -1,4 +1,4 @@
-"""What messages about recipes are made of: values as one types them, the nearest key, the nearest sizes."""
+"""Parts of messages about recipes: values as people type them, the nearest key, the nearest sizes."""
 
 from __future__ import annotations
 

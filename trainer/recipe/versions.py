@@ -1,4 +1,4 @@
-"""This version, and what torch has since which version, and what is done below it. Nothing else asks for one.
+"""This version; which feature needs which torch, and what is done below it. No other file compares versions.
 
 To raise the lowest torch in pyproject.toml: delete the rows it has reached, and the `torch_has` that ask for them.
 """

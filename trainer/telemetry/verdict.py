@@ -1,4 +1,4 @@
-"""What bounds a run's step, and what to try next: measured parts in, one sentence out. Pure functions.
+"""What limits the speed of a step, and what to try next: from measured parts to one sentence. Pure functions.
 
 The parts follow the step's critical path: what computing hides costs nothing, so only what a step waits for is counted.
 """

@@ -1,4 +1,4 @@
-"""What a run needs of its device's memory, by the one model of it, and which key to change where that is too much."""
+"""How much memory a run needs on its device, and which key to change if that is too much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noticing how a run goes: what is known at an epoch's end, one word of each thing that goes wrong.
+"""Notices what goes wrong in a run: checks the figures of each epoch, and warns once of each problem.
 
 Nothing here waits for a device; what other ranks know has come with the epoch's own exchanges.
 """

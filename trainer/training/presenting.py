@@ -1,4 +1,4 @@
-"""A run as TensorBoard's page shows it: what it is, what its model sees, where it errs, and one page of words.
+"""A run in TensorBoard: the recipe, the images as its model sees them, its mistakes, and a page of text.
 
 Drawn once at the start and once at the end, on rank 0; what other ranks have comes to it there.
 """

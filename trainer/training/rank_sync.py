@@ -1,4 +1,4 @@
-"""What ranks exchange while they train: loss, failures, signals, time; about once a second, not once a step."""
+"""Ranks exchange loss, failures, signals and time while they train: about once a second, not once a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run saves of a step: copied to host memory while training stands still, and written while it goes on.
+"""Saving a step: copied to host memory while training pauses, and written while it continues.
 
 Collective: all ranks call these at the same step, and each writes what it holds.
 """

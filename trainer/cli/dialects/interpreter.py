@@ -1,4 +1,4 @@
-"""What `key=value` of another program, or a slip, is in our words: by the rows of `other_values`, then by a rule.
+"""Translates `key=value` of other programs, and slips, into our words: by the rows of `other_values`, then by rules.
 
 Numbers and lists of them are read as people write them: 1e2, 3.0, 1,000, 1k, 10%, 0,1, 224x224, (0.9, 0.999). A word
 without = is a recipe's name, a run, a folder, a mode, or an option without its value.

@@ -1,4 +1,4 @@
-"""What other programs' values are here, and what is said of keys that only they have: a row for each key.
+"""Values of other programs in our words, and answers for keys that only they have: a row for each key.
 
 To add a value, write it into the row of its key, behind what is to be typed; to add a key, write a row. What is to be
 typed is a value or whole words; in brackets stands what there is to say. {value} is what was typed, read as that key's.

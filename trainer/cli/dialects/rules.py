@@ -1,4 +1,4 @@
-"""What a value is in our words where no row of `other_values` can say: a function for each such key."""
+"""Values that no row of `other_values` can translate: a function for each such key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a mode computes what `single` computes: its first losses against single's, step by step."""
+"""Checks that a mode computes what `single` computes: compares their first losses, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prediction worker does: decode, make ready as in evaluation, classify. Lives in the pool's processes."""
+"""A prediction worker: decodes, prepares as in evaluation, classifies. Lives in the pool's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does this machine train right? Whole runs by the command line, compared with `mode=single` and with themselves."""
+"""Does this machine train correctly? Whole runs by the command line, compared with `single` and themselves."""
 
 from __future__ import annotations
 

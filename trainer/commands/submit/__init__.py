@@ -38,7 +38,7 @@ def command(words: Sequence[str]) -> int:
     target, rest = (words[0], words[1:]) if words else ("", [])
     if target == "dockerfile":
         if rest:
-            raise RecipeError(f"submit dockerfile takes no other word, and '{rest[0][:80]}' is one: leave it out")
+            raise RecipeError(f"submit dockerfile takes no other word: leave out '{rest[0][:80]}'")
         print(DOCKERFILE, end="")
         return 0
     if target not in WRITERS:
@@ -67,7 +67,8 @@ def _hand_over(target: str, text: str, rest: Sequence[str]) -> int:
         again = shlex.join(["submit", target, *(word for word in rest if word != GO)])
         taken = f"{shlex.join(program).removesuffix(' -')} {name}"
         raise SetupError(
-            f"{program[0]} is not on this machine: type python -m trainer {again} > {name}, and where it is: {taken}"
+            f"{program[0]} is not on this machine: type python -m trainer {again} > {name}, "
+            f"and on a machine that has it: {taken}"
         )
     done = subprocess.run(program, input=text, text=True, check=False)
     if done.returncode:

@@ -52,7 +52,7 @@ def script(submission: Submission) -> str:
         f'    {submission.program} {shlex.join(words)}{varied} "output=$folder" resume=auto',
         "code=$?",
         "",
-        f"# {STOPPED}: told to stop, and saved. {LOST}: a rank or a node was lost. Another code would only come again.",
+        f"# {STOPPED}: stopped by a signal, and saved. {LOST}: a rank or a node was lost. Others would only recur.",
         f"if [ $code = {STOPPED} ] || [ $code = {LOST} ]; then",
         f"    if [ ${{SLURM_RESTART_COUNT:-0}} -lt {submission.requeues} ]; then",
         '        scontrol requeue "$SLURM_JOB_ID" && exit',

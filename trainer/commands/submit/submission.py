@@ -28,10 +28,10 @@ OWN = {
 }
 NEEDED = {"slurm": ("time", "cpus"), "kubernetes": ("image", "claim", "cpus", "memory")}
 EXAMPLES = {
-    "nproc": "nproc=8, the processes of each node, one a GPU",
+    "nproc": "nproc=8, the processes on each node, one per GPU",
     "time": "time=24:00:00, after which SLURM ends the job, which then continues",
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
-    "memory": "memory=64GiB, that of each node",
+    "memory": "memory=64GiB, the memory of each node",
     "image": "image=registry/trainer:1, a container image with this program: submit dockerfile prints how to build one",
     "claim": "claim=training, a PersistentVolumeClaim that all pods can write to, with the images",
 }
@@ -111,7 +111,7 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
     if own.get("resume", "auto") != "auto":
         raise RecipeError(f"resume={shown(own['resume'])} must be auto, and may be left out")
     if own.get("output", "").startswith("~"):
-        raise RecipeError(f"output={shown(own['output'])}: write the folder as the cluster has it, without ~")
+        raise RecipeError(f"output={shown(own['output'])}: write the folder's path on the cluster, without ~")
     varied = _varied(own.get("array"))
     if any(word.partition("=")[0] == varied[0].partition("=")[0] for word in rest if varied):
         raise RecipeError(f"{varied[0].partition('=')[0]} is given by array=, too: keep one")
@@ -144,11 +144,11 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
         typed=shlex.join(["submit", target, *words]),
     )
     if len({*submission.folders}) < len(submission.folders):
-        raise RecipeError("array= has values whose folders would have the same name: write a file for each")
+        raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")
     if "time" in own and seconds(own["time"]) <= submission.saving + 60:
         raise RecipeError(
-            f"time={own['time']} leaves no time to train: the run is told {submission.saving} s before the end, and "
-            "SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
+            f"time={own['time']} leaves no time to train: the run gets a signal {submission.saving} s before the end, "
+            "and SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
         )
     return submission
 
@@ -208,5 +208,5 @@ def _checked(key: str, value: str) -> str:
         hint = f"; did you mean kind={guess}?" if guess else ""
         raise RecipeError(f"kind={shown(value)} is not one of {', '.join(KINDS)}{hint}")
     elif key in ("partition", "account", "claim", "image") and not re.fullmatch(r"[\w.,:/@-]+", value):
-        raise RecipeError(f"{key}={shown(value)} is no name: letters, digits, dots and dashes only")
+        raise RecipeError(f"{key}={shown(value)} is not a valid name: use only letters, digits, dots and dashes")
     return value

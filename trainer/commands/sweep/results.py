@@ -1,4 +1,4 @@
-"""What the runs amount to: a row a trial, best first, and what may be said of which is best. `sweep.json` holds it."""
+"""The results of a sweep: a row a trial, best first, and which claims about the best hold. `sweep.json` holds them."""
 
 from __future__ import annotations
 

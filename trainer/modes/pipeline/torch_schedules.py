@@ -17,7 +17,7 @@ from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, refused_schedule
 
 
 class ScheduleMeasured(schedules._PipelineScheduleRuntime):
-    """Torch's runtime in an order that is made of the stages' seconds."""
+    """Torch's runtime in an order made from the measured times of the stages."""
 
     def __init__(
         self,

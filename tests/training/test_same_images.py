@@ -115,7 +115,7 @@ def test_changed_files_are_told_where_a_run_goes_on(tmp_path):
 
 
 def sizes_told(said):
-    return [line for line in said.splitlines() if "the images changed since then" in line and "another size" in line]
+    return [line for line in said.splitlines() if "the images changed since then" in line and "different size" in line]
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one folder", "train and val"])

@@ -699,3 +699,15 @@ def test_functions_and_classes_that_no_module_holds_travel_to_workers(loading):
     inside.train.items = Here(24)
     inside.train.items.transform = lambda image: image
     assert same(epoch(loading(inside, "data.workers=1")), epoch(loading(plain)))
+
+
+def test_a_small_set_is_read_without_workers(loading, monkeypatch):
+    """Unless the recipe says how many; and nothing that its items draw is drawn differently afterwards."""
+    state = torch.random.get_rng_state()
+    small = loading(photo_sets(), "data.workers=null", "epochs=2")
+    assert small.workers == 0 and torch.equal(torch.random.get_rng_state(), state)
+    assert loading(photo_sets(), "data.workers=1").workers == 1
+    few = loading(photo_sets(), "data.workers=null", "epochs=100000")
+    assert few.workers > 0
+    monkeypatch.setattr(Items, "__getitem__", lambda items, index: time.sleep(0.02) or (_ for _ in ()).throw(OSError))
+    assert loading(photo_sets(train=200), "data.workers=null").workers > 0

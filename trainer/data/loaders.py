@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,7 +15,8 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import Feed, MemoryFeed, PhotoFeed, TensorFeed, known_labels, readers_of
-from trainer.data.photos.photo_reader import Unreadable
+from trainer.data.photos.photo_reader import Unreadable, private_draws
+from trainer.data.registered import UserItems
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers.worker_counts import Search, allowed, check_shared_memory, conditions, slots
@@ -23,6 +26,8 @@ from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.tasks import Task
 
+STARTING = 2.0  # seconds that starting workers takes at least
+TRIED = 8  # samples that are read to see how long all take
 MORE = 2  # times as many workers as cores, at most: more never helped
 
 
@@ -67,13 +72,32 @@ def _filling(samples: int, recipe: Recipe, count: int) -> str:
     return f"use fewer than {count} processes"
 
 
+def read_soon(datasets: Datasets, recipe: Recipe) -> bool:
+    """Whether this process reads a program's own samples, for the whole run, before workers would have started."""
+    part = datasets.train
+    if not isinstance(part, UserItems):
+        return False
+    begun = time.perf_counter()
+    with private_draws(), suppress(Exception):  # a sample that cannot be read is told when its turn comes
+        for index in range(min(TRIED, len(part))):
+            part.read(index, datasets.channels)
+    each = (time.perf_counter() - begun) / min(TRIED, len(part))
+    return each * (len(part) + len(datasets.val)) * recipe.epochs < STARTING
+
+
 def worker_search(
-    recipe: Recipe, readers: int, batch_bytes: int, device: torch.device, measured: Mapping[str, Any]
+    recipe: Recipe,
+    readers: int,
+    batch_bytes: int,
+    device: torch.device,
+    measured: Mapping[str, Any],
+    soon: bool = False,
 ) -> Search:
     """Loader workers of one rank, where `readers` ranks of this machine read images.
 
-    As many as the recipe says, or as cores and memory allow. With data.workers=auto the number that was `measured`
-    before under the same conditions; else they start with as many as are allowed, and are measured in training.
+    As many as the recipe says, or as cores and memory allow; none where all samples are read `soon`. With
+    data.workers=auto the number that was `measured` before under the same conditions; else they start with as many as
+    are allowed, and are measured in training.
 
     Raises:
         SetupError: too little shared memory for them.
@@ -83,7 +107,7 @@ def worker_search(
     if isinstance(workers, int):
         search = Search(workers)
     elif workers is None:
-        search = Search(most)
+        search = Search(0 if soon else most)
     else:
         same = conditions(readers, device, recipe).items() <= measured.items()
         count = measured.get("count") if same else None
@@ -147,7 +171,10 @@ class Loader:
         sources = [part for part in (datasets.train, datasets.val) if reads(part)]
         self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8) if sources else 0
         known = measured if isinstance(measured, Mapping) else {}
-        self._search = worker_search(recipe, readers, self._slot, device, known) if sources else Search(0)
+        self._search = Search(0)
+        if sources:
+            soon = recipe.data.workers is None and read_soon(datasets, recipe)
+            self._search = worker_search(recipe, readers, self._slot, device, known, soon)
         photos = cast(list[PhotoSource], sources)
         pool = readers_of(datasets, photos, self._rows, recipe, self._search) if photos else None
 

@@ -106,7 +106,7 @@ class DataRecipe(_Section):
     )
     balance: bool = key(False, "draw all classes equally often, however many images each has")
     workers: Workers | Literal["auto"] | None = key(
-        None, "processes per rank that read photos; auto: as many as the run needs; null: one per core"
+        None, "processes per rank that read photos; auto: as needed; null: one per core, 0 if all is soon read"
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")

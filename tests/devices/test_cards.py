@@ -51,7 +51,7 @@ def typed(monkeypatch, capsys, *words):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(family, "die_with_parent", lambda: None)
     monkeypatch.setattr(loop, "run", lambda recipe, own_process: ran.append(recipe))
-    monkeypatch.setattr(launching, "start", lambda recipe, words, launch: ran.append(launch) or 0)
+    monkeypatch.setattr(launching, "start", lambda recipe, words, launch, restarts: ran.append(launch) or 0)
     code = cli.answer(words)
     return code, capsys.readouterr().err, ran
 

@@ -118,4 +118,4 @@ def test_a_runs_own_weights_are_taken_too(here: Path, monkeypatch: pytest.Monkey
     assert "runs/first/model.safetensors" in text
     (here / "other.py").write_text(text.replace("runs/first/model.safetensors", "other.safetensors"))
     monkeypatch.setattr(sys, "argv", ["other.py", "photos/cat/0.jpg"])
-    assert runpy.run_path("other.py")["told"]["model"] == "torchvision.models.resnet18(num_classes=2)"
+    assert runpy.run_path("other.py")["metadata"]["model"] == "torchvision.models.resnet18(num_classes=2)"

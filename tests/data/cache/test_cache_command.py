@@ -103,7 +103,7 @@ def test_what_is_in_use_is_not_deleted(built, where):
         (["verify", "size=3"], "is not a word of cache verify"),
         (["build", "data.cache=ram"], "use data.cache=disk"),
         (["build", "recipe=digits"], "need no cache: for your photos, cache build recipe=finetune data.root=FOLDER"),
-        (["build", "data.root=."], "need no cache: for your photos, cache build recipe=finetune data.root=."),
+        (["build", "data.root=."], "type recipe=finetune, or data.name=imagefolder"),
         (["build", "recipe=nothing"], "nothing"),
     ],
 )

@@ -395,9 +395,9 @@ TOLD = {
     # what would mean something else here
     "recipe=digits schedule.warmup_epochs=10%": "recipe=digits",
     "recipe=digits epochs=5 warmup=10%": "recipe=digits epochs=5",
-    "recipe=digits --input-size 3 224 224": "recipe=digits data.image_size=224",
+    "recipe=digits --input-size 3 224 224": "recipe=digits data.image_size=224 data.channels=3",
     "recipe=digits --img-size 224 224": "recipe=digits data.image_size=224",
-    "recipe=digits input_size=224,224,3": "recipe=digits data.image_size=224",
+    "recipe=digits input_size=224,224,3": "recipe=digits data.image_size=224 data.channels=3",
     "recipe=digits imgsz=224x320": "recipe=digits",
     "recipe=digits --input-size 640 480": "recipe=digits",
     "recipe=digits imgsz=640,480": "recipe=digits",

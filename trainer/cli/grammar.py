@@ -31,7 +31,7 @@ from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import flatten, load, shipped_recipes
 from trainer.recipe.known_names import check_names
-from trainer.recipe.near_names import advice_on
+from trainer.recipe.near_names import advice_on, said_of
 from trainer.recipe.recipe_files import split_words
 from trainer.recipe.reflection import READERS, choices, defaults, unread
 from trainer.recipe.schema import comments
@@ -101,6 +101,7 @@ def _read(
     multirun = any(FLAG_COMMANDS.get(word.key) == "sweep" and not word.fine for word in words)
     meant = "sweep" if multirun else command
     line = CommandLine(meant, COMMAND_WORDS[meant], values, tuple(word.typed for word in words))
+    named = ""  # what a command is given of which an option was typed
     kept: list[str] = []
     odd: dict[str, Meaning] = {}
     roots: list[str] = []  # of several folders and files, wherever the others stand
@@ -114,7 +115,7 @@ def _read(
             why = AFTERWARDS.get(switch, "a command of its own")
             answers.append(Meaning((), f"{why}: leave it out", word.typed))
         elif switch:
-            command = switch
+            command, _, named = switch.partition(" ")
             answers.append(Meaning((command,), typed=word.typed))
         elif (answer := _answer(word, line)) is not None:
             answers.append(answer)
@@ -129,7 +130,7 @@ def _read(
         return command, [word for place, word in enumerate(kept) if "=" not in word or word not in kept[:place]]
     kept = [word for word in kept if word not in odd]
     if command not in COMMAND_WORDS:
-        kept = []
+        kept = [values.get("recipe", named)] if named else []
     elif command in ("evaluate", "predict"):
         kept = [word for word in kept if not word.startswith(("recipe=", "nproc="))]
         given = {word.partition("=")[0] if "=" in word else "data.root" for word in kept}
@@ -179,9 +180,8 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
         return "train", list(words), []
     if plain in COMMANDS:
         return plain, rest, [Meaning((plain,), typed=first)]
-    script = first.endswith(".py") and "config" not in first
-    if Path(first.replace("\\", "/")).name in PROGRAMS or script or first == "-m":
-        again = (word for word in rest if word in LAUNCHING or Path(word).name in PROGRAMS or word.endswith(".py"))
+    if Path(first.replace("\\", "/")).name in PROGRAMS or _is_script(first) or first == "-m":
+        again = (word for word in rest if word in LAUNCHING or Path(word).name in PROGRAMS or _is_script(word))
         dropped = [first, *again]
         rest = [word for word in rest if word not in dropped]
         command = rest.pop(0) if rest and rest[0] in COMMANDS else "train"
@@ -199,6 +199,11 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
     guess = misspelt(first, [*COMMANDS, *shipped_recipes()])
     hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
     raise RecipeError(f"'{first[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
+
+
+def _is_script(word: str) -> bool:
+    """Whether a word is a program in Python, and not settings in it."""
+    return word.endswith(".py") and "config" not in word
 
 
 def _begun(words: Sequence[str], command: str) -> list[str]:
@@ -261,6 +266,8 @@ def _answer(word: Word, line: CommandLine) -> Meaning | None:
     answer = meaning(word.key, word.value, line) if word.key else bare_meaning(word.typed, line)
     if answer is None and word.key and not word.fine and is_name(word.key):
         answer = Meaning((word.text,))
+    if answer is None and word.key and not is_name(word.key) and (known := said_of(word.key, comments())):
+        answer = Meaning((), f"{known}: leave it out")
     return answer and replace(answer, typed=answer.typed or word.typed)
 
 

@@ -57,12 +57,14 @@ LAUNCHING = ("-m", "launch", "torch.distributed.run", "torch.distributed.launch"
 _FLAGS = {
     "evaluate": "test_only eval_only evaluate eval validate test val do_eval",
     "predict": "predict infer do_predict",
+    "recipes NAME": "print_config show_config",
     "recipes": "list list_models list_recipes ls",
     "plan": "dry_run dryrun plan",
     "compare": "benchmark bench compare",
     "sweep": "multirun m",
     "doctor": "doctor info",
     "train": "do_train train",
+    "help": "help_all helpfull help_full",
 }
 AFTERWARDS = {  # of those, what there is to say where training is asked for as well
     "evaluate": "every epoch ends with an evaluation",

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.other_names import OTHER_KEYS, SUBJECTS
 from trainer.recipe.text import misspelt
 
 # Words in names of keys that say the same, each after the one that stands for them.
@@ -42,6 +42,20 @@ def key_of_same_words(name: str) -> str:
     return _BY_WORDS.get(words, "") if len(words) > 1 else ""
 
 
+def said_of(name: str, comments: Mapping[str, str]) -> str:
+    """What there is to say of what a name is about, where no key sets it; "" where it misspells one, or nobody knows.
+
+    Args:
+        name: the word.
+        comments: all keys with what is said of them.
+    """
+    words = _words(name)
+    subject = max((each for each in _SUBJECTS if each <= words), key=len, default=None)
+    if subject is None or ((subject != words or name.lower() in OTHER_KEYS) and _guess(name, comments, ())):
+        return ""
+    return _SUBJECTS[subject]
+
+
 def advice_on(name: str, comments: Mapping[str, str], others: Iterable[str] = ()) -> str:
     """What to say of a word that is no key: the one that it misspells, else keys that speak of the same and their page.
 
@@ -50,22 +64,35 @@ def advice_on(name: str, comments: Mapping[str, str], others: Iterable[str] = ()
         comments: all keys with what is said of them.
         others: words that may stand where a key does.
     """
-    section, _, last = name.rpartition(".")
-    alike = [key for key in comments if key.rpartition(".")[2] == last and last != "name"]
-    within = {key: comment for key, comment in comments.items() if section and key.startswith(f"{section}.")}
-    theirs = OTHER_KEYS.get(name.lower(), key_of_same_words(name))
-    guess = theirs if theirs in comments else misspelt(name if within else last, within or [*comments, *others])
-    if guess and guess != theirs and set() < _words(guess.rpartition(".")[2]) < _words(last):
-        guess = None  # with a word more it says something else
-    if guess is None and len(alike) == 1:
-        guess = alike[0]
-    if guess:
+    if known := said_of(name, comments):
+        return known
+    if guess := _guess(name, comments, others):
         return f"did you mean {guess}?"
-    near = speaking_of(name, within) or speaking_of(name, comments)
+    near = speaking_of(name, _within(name, comments)) or speaking_of(name, comments)
     if not near:
         return "python -m trainer recipes keys lists them, and python -m trainer guide answers questions"
     page = near[0].rpartition(".")[0] or near[0]
     return f"nearest in meaning: {', '.join(near)}; python -m trainer recipes keys {page} tells more"
+
+
+def _guess(name: str, comments: Mapping[str, str], others: Iterable[str]) -> str | None:
+    """The key that a name misspells, or has another word for."""
+    last = name.rpartition(".")[2]
+    alike = [key for key in comments if key.rpartition(".")[2] == last and last != "name"]
+    within = _within(name, comments)
+    theirs = OTHER_KEYS.get(name.lower(), key_of_same_words(name))
+    parts = {key.rpartition(".")[2]: key for key in within}
+    guess = parts.get(misspelt(last, parts) or "") if parts else misspelt(last, [*comments, *others])
+    guess = theirs if theirs in comments else guess
+    if guess and guess != theirs and set() < _words(guess.rpartition(".")[2]) < _words(last):
+        guess = None  # with a word more it says something else
+    return alike[0] if guess is None and len(alike) == 1 else guess
+
+
+def _within(name: str, comments: Mapping[str, str]) -> dict[str, str]:
+    """The keys of the section that a name begins with."""
+    section = name.rpartition(".")[0]
+    return {key: comment for key, comment in comments.items() if section and key.startswith(f"{section}.")}
 
 
 def speaking_of(name: str, comments: Mapping[str, str], most: int = 3) -> list[str]:
@@ -108,6 +135,7 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(_split(name))
 
 
+_SUBJECTS = {_words(name): text for text, names in SUBJECTS.items() for name in names.split()}
 _OTHERS: dict[str, str] = {}
 for _name, _key in OTHER_KEYS.items():
     _OTHERS[_key] = f"{_OTHERS.get(_key, '')} {_name}"

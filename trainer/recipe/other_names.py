@@ -49,7 +49,7 @@ _KEYS = {
     "trainer.epochs training.epochs train.epochs",
     "max_steps": "steps num_steps n_steps total_steps max_iter max_iters iterations iters num_iterations "
     "trainer.max_steps",
-    "optimizer.name": "opt optim optimizer_name optimizer_type optimizer.type optim.name",
+    "optimizer.name": "opt optim optimizer_name optimizer_type optimizer.type optim.name optimizer._target_",
     "optimizer.lr": "lr lr0 base_lr learning_rate learningrate init_lr initial_lr blr max_lr optim.lr "
     "optimizer.learning_rate model.lr train.lr",
     "optimizer.weight_decay": "wd l2 weightdecay optim.weight_decay",
@@ -68,7 +68,7 @@ _KEYS = {
     "schedule.gamma": "lr_gamma decay_rate lr_decay",
     "loss.label_smoothing": "smoothing labelsmoothing label_smoothing_factor",
     "loss.class_weights": "class_weight cls_weight",
-    "precision": "dtype data_type mixed_precision amp_dtype torch_dtype trainer.precision",
+    "precision": "fp16_opt_level opt_level dtype data_type mixed_precision amp_dtype torch_dtype trainer.precision",
     "compile": "jit_compile torch_compile torchcompile use_compile torch.compile",
     "ema": "use_ema ema_momentum ema_decay model_ema model_ema_decay",
     "clip_grad_norm": "clipnorm global_clipnorm clip_grad clip grad_clip gradient_clip_val max_grad_norm "
@@ -100,8 +100,8 @@ _KEYS = {
     "logging.every_steps": "print_freq log_interval log_every log_every_n_steps logging_steps log_freq log.interval "
     "log.every log.steps log.every_steps log.freq logging.interval logging.every logging.steps logging.freq "
     "steps_per_print",
-    "logging.wandb": "log_wandb use_wandb wandb",
-    "logging.mlflow": "mlflow use_mlflow",
+    "logging.wandb": "log_wandb use_wandb wandb wandb_project wandb.project",
+    "logging.mlflow": "mlflow use_mlflow mlflow_tracking_uri mlflow.tracking_uri",
     "logging.progress": "progress_bar enable_progress_bar progress",
     "resume": "resume_from resume_from_checkpoint continue ckpt_path resume_path",
     "seed": "data_seed random_seed manual_seed rng_seed seed_everything",
@@ -109,5 +109,55 @@ _KEYS = {
     "output": "project_dir checkpoint_dir checkpoint.dir log.dir out output_dir outdir output_path save_dir savedir "
     "save_path project log_dir logdir logging_dir default_root_dir run_dir work_dir exp_name run_name experiment_name "
     "results_dir hydra.run.dir dest o",
+}
+# What no key sets, by the words that names have of it: what there is instead, and where to read on.
+SUBJECTS = {
+    "dropout is the model's own, see guide own": "dropout drop_rate drop_path drop_connect drop_prob stochastic_depth",
+    "augment.auto=trivial rotates, shifts, shears and recolours images, see recipes keys augment": "jitter hsv degrees "
+    "rotation rotate translate translation shear shift brightness contrast saturation hue",
+    "augment.crop=resized enlarges random parts of images, see recipes keys augment": "multi_scale random_scale zoom",
+    "the keys of augment vary training images, and all get data.image_size= pixels a side, see recipes keys augment": (
+        "transforms"
+    ),
+    "images get data.image_size= pixels a side, held-out ones by cutting out the middle, see guide export": "resize "
+    "interpolation crop_pct center_crop",
+    "all images are used (data.samples= is of synthetic ones), max_steps= ends a run sooner, see recipes keys data": (
+        "max_samples num_samples limit_samples subset"
+    ),
+    "data.image_column= and data.label_column= name the columns that are read, see recipes keys data": "column columns",
+    "held-out images are in a folder val of data.root=, or data.val_fraction= of all, see guide photos": "val_dir "
+    "test_dir",
+    "classes are named by the folders in data.root=, or by data.labels=, see guide photos": "class_map class_names "
+    "class_file class_list label_map label_names id2label label2id",
+    "the last layer has model.num_classes= outputs, see guide own for other models": "include_top",
+    "the rate rises from schedule.warmup_factor= of optimizer.lr, for all weights alike, over schedule.warmup_epochs=, "
+    "see recipes keys schedule": "warmup",
+    "schedule.name=step changes the rate every schedule.step_epochs=, see recipes keys schedule": "milestones",
+    "the rate falls once, over all epochs=, see recipes keys schedule": "t_max t_0 t_initial t_mult cycle cycles "
+    "warm_restarts cooldown",
+    "batch_size= is a step of the optimizer, over all devices, computed in accumulate= pieces, see guide recipes": (
+        "nbs nominal_batch"
+    ),
+    "the ranks' gradients are averaged as mode= has it, see guide modes": "adasum allreduce",
+    "a loss or gradient that is not finite ends the run, see guide errors": "anomaly nan",
+    "each run ends by saying what limits its speed, see guide speed": "profile profiler profiling",
+    "nothing is uploaded, but export writes a model for other programs, see guide export": "push_hub hub_model "
+    "hub_token upload",
+    "every class gets a probability, without a threshold, see guide predict": "confidence conf_thres "
+    "conf_threshold iou nms",
+    "recipe= is a file of keys, and predictions have no threshold, see guide predict": "conf",
+    "precision=fp16 scales the loss automatically, see guide recipes": "loss_scale scaler",
+    "every image is evaluated once, as it is, see guide predict": "tta",
+    "training images are shuffled in every epoch, see guide recipes": "shuffle",
+    "images cannot be varied in this way, see recipes keys augment": "vflip flipud vertical_flip mosaic copy_paste "
+    "perspective",
+    "gradients are clipped by their norm, see recipes keys clip_grad_norm": "gradient_clip_algorithm clip_mode",
+    "ddp needs no settings, see guide modes": "find_unused_parameters gradient_as_bucket_view static_graph",
+    "kernels are chosen by trying them, see guide recipes": "cudnn benchmark",
+    "memory is pinned where a GPU trains, see guide speed": "pin_memory",
+    "workers live as long as the run, see guide speed": "persistent_workers",
+    "TensorBoard shows the curves, see guide watch": "plot plots",
+    "callbacks are Python's, see guide python": "callback callbacks",
+    "a job that SLURM requeues goes on by itself, see guide resume": "requeue",
 }
 OTHER_KEYS = {name: key for key, names in _KEYS.items() for name in names.split()}

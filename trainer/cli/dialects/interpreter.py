@@ -11,7 +11,7 @@ import re
 
 from trainer.cli.dialects.meaning import SHARDS, CommandLine, Meaning, is_run, plain, put
 from trainer.cli.dialects.other_values import NO, NONE, OTHER_VALUES, YES
-from trainer.cli.dialects.rules import RULES, RUN_NAMES, run_within
+from trainer.cli.dialects.rules import PARTS, RULES, RUN_NAMES, run_within
 from trainer.cli.known_keys import COMMAND_WORDS, EVERY_WORD, FOLDERS, WANTS, is_name, is_path_or_text, our_name
 from trainer.cli.predict_words import what_is_meant
 from trainer.cli.spelling import DASHES
@@ -44,7 +44,8 @@ def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
         line: the rest of the command line.
     """
     section, _, inner = key.partition(".")
-    if inner and inner not in RUN_NAMES and not is_name(key) and not HELD_OUT.search(section):  # scheduler.eta_min
+    known = is_name(key) and inner not in PARTS
+    if inner and inner not in RUN_NAMES and not known and not HELD_OUT.search(section):  # scheduler.eta_min
         return meaning(inner, value, line) or (put(inner, value) if inner in defaults() else None)
     if not value or value.startswith("{"):  # a section as YAML writes it
         return None
@@ -224,7 +225,7 @@ def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
     if predicts:
         run = "checkpoint" not in line.values and run_within("checkpoint", typed, line)
         return run or put("data.root" if "checkpoint" in line.values or typed in images else "checkpoint", typed)
-    if typed in shipped_recipes() or typed.endswith((".yaml", ".yml")) or is_run(path):
+    if typed in shipped_recipes() or typed.endswith((".yaml", ".yml", ".py")) or is_run(path):
         return meaning("recipe", typed, line) or put("recipe", typed)
     if typed in MODES:
         return put("mode", typed)

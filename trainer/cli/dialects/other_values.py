@@ -33,14 +33,14 @@ _VALUES: dict[str, dict[str, str]] = {
         "zero3 deepspeed",
     },
     "precision": {
-        "fp32": "32 float32 float full 32true fp32true single no none false", "tf32": "tensorfloat32 high",
+        "fp32": "32 float32 float full 32true fp32true single no none false o0", "tf32": "tensorfloat32 high",
         "bf16": "bfloat16 bf16mixed bf16true amp autocast mixed true auto",
-        "fp16": "16 float16 half 16mixed 16true fp16mixed",
+        "fp16": "16 float16 half 16mixed 16true fp16mixed o1 o2 o3",
     },
-    "amp use_amp half mixed autocast": {"precision=bf16": "YES", "precision=fp32": "o0 NONE", "precision={value}": "*"},
+    "amp use_amp half mixed autocast": {"precision=bf16": "YES", "precision=fp32": "NONE", "precision={value}": "*"},
     "allow_tf32": {"precision=tf32": "YES", "precision=fp32": "NONE", "precision={value}": "*"},
     **{
-        name: {f"precision={name}": "YES o1 o2 o3", "precision=fp32": "o0 NONE", "precision={value}": "*"}
+        name: {f"precision={name}": "YES o1 o2 o3", "precision=fp32": "NONE", "precision={value}": "*"}
         for name in ("tf32", "bf16", "fp16")
     },
     "fp32": {"precision=fp32": "*"},
@@ -62,7 +62,6 @@ _VALUES: dict[str, dict[str, str]] = {
         "(batch_size= is over all devices: {value} times their number)": "*"
     },
     "pp pp_size pipeline_parallel_size": {"mode=pipeline pipeline.stages={value}": "*"},
-    "warmup_lr": {"(schedule.warmup_factor= is the first learning rate as a share of optimizer.lr)": "*"},
     **{mode: {f"mode={mode}": "YES"} for mode in TRAITS},
     "dp dp_size data_parallel_size": {
         "mode=dp": "YES", "(replicas are processes beyond the stages: nproc= is stages times replicas)": "*",
@@ -130,9 +129,6 @@ _VALUES: dict[str, dict[str, str]] = {
     "warmup warmup_ratio warmup_steps warmup_iters lr_warmup_steps num_warmup_steps": {
         "(the warm-up is counted in epochs, and parts of them: schedule.warmup_epochs=0.5)": "*"
     },
-    "color_jitter hsv_h hsv_s hsv_v degrees rotation translate shear": {
-        "(augment.auto=trivial rotates, shifts, shears and recolours images)": "*"
-    },
     "lrf": {"(schedule.min_lr= is the last learning rate itself, not a share of the first)": "*"},
     "max_time time time_limit steps_per_epoch": {
         "(epochs= or max_steps= ends a run; a stopped run continues with resume=auto)": "*"
@@ -150,40 +146,30 @@ _VALUES: dict[str, dict[str, str]] = {
 # What there is nothing to type for: why, and what others call it.
 _LEFT_OUT = {
     "torchrun, srun and mpirun start ranks on several machines, see guide nodes": "local_rank rank rdzv_backend "
-    "rdzv_endpoint dist_url hostfile hosts launcher gres ntasks ntasks_per_node partition",
-    "a job that SLURM requeues goes on by itself, see guide resume": "requeue",
+    "rdzv_endpoint dist_url hostfile hosts H launcher gres ntasks ntasks_per_node partition",
     "memory is what the machine has; the command plan says what a run needs": "mem mem_per_cpu auto_find_batch_size",
-    "callbacks are Python's, see guide python": "callbacks",
-    "predictions are always written, into the folder output=": "predict:save predict:save_txt predict:save_conf",
-    "there is no such switch": "v quiet q debug",
-    "GPUs use NCCL and CPUs use gloo automatically": "backend dist_backend ddp_backend",
-    "every epoch ends with an evaluation": "val validate do_eval eval val.every eval.every val_every eval_every "
-    "val.interval eval.interval val_interval eval_interval eval_freq val_freq check_val_every_n_epoch "
+    "predictions are always written, into the folder output=, see guide predict": "predict:save predict:save_txt "
+    "predict:save_conf",
+    "dropout is the model's own, see guide own": "drop",
+    "there is no such switch, see recipes keys logging": "v quiet q debug",
+    "GPUs use NCCL and CPUs use gloo automatically, see recipes keys devices": "backend dist_backend ddp_backend",
+    "every epoch ends with an evaluation, see guide watch": "val validate do_eval eval val.every eval.every val_every "
+    "eval_every val.interval eval.interval val_interval eval_interval eval_freq val_freq check_val_every_n_epoch "
     "val_check_interval eval_strategy evaluation_strategy eval_steps validation_freq",
-    "each held-out image is evaluated once per epoch": "limit_val_batches validation_steps num_sanity_val_steps",
+    "each epoch evaluates each held-out image once, see guide watch": "limit_val_batches validation_steps "
+    "num_sanity_val_steps",
     "results do not depend on how many images are evaluated at a time": "per_device_eval_batch_size eval_batch_size "
     "val_batch_size test_batch_size",
-    "the run's folder keeps the last weights and the best, by the task's own metric": "monitor eval_metric "
-    "metric_for_best_model greater_is_better load_best_model_at_end restore_best_weights save_best_only save_last "
-    "save_weights_only checkpoint_metric",
-    "the task decides its metrics": "metrics",
-    "gradients are clipped by their norm, clip_grad_norm=": "gradient_clip_algorithm clip_mode",
+    "the run's folder keeps the last weights and the best, by the task's own metric, see guide folder": "monitor "
+    "eval_metric metric_for_best_model greater_is_better load_best_model_at_end restore_best_weights save_best_only "
+    "save_last save_weights_only checkpoint_metric",
+    "the task decides its metrics, see guide tasks": "metrics",
     "resume=auto continues where the run stopped": "start_epoch initial_epoch",
-    "images cannot be varied in this way; recipes keys augment lists what is possible": "vflip flipud vertical_flip "
-    "mosaic copy_paste perspective",
-    "ddp needs no settings": "ddp_find_unused_parameters find_unused_parameters gradient_as_bucket_view static_graph",
-    "dropout is the model's own": "dropout drop drop_rate drop_path",
-    "choose another output=, or continue by resume=auto": "exist_ok overwrite force overwrite_output_dir",
-    "kernels are chosen by trying them": "cudnn_benchmark benchmark cudnn",
+    "choose another output=, or continue: see guide resume": "exist_ok overwrite force overwrite_output_dir",
     "images have one side, data.image_size=": "rect square",
     "pixels are normalised with data.mean= and data.std= automatically": "rescale normalize normalise",
-    "TensorBoard shows the curves, see guide watch": "plots plot",
-    "top-1 and top-5 are always shown": "topk top_k",
-    "each image is evaluated once": "tta",
-    "memory is pinned where a GPU trains": "pin_memory dataloader_pin_memory",
-    "workers live as long as the run": "persistent_workers",
-    "ranks are started by nproc=": "standalone",
-    "training images are shuffled in every epoch": "shuffle",
+    "top-1 and top-5 are always shown, see guide tasks": "topk top_k",
+    "ranks are started by nproc=, see guide modes": "standalone",
 }
 _SAY_SO = {"YES": YES, "NO": NO, "NONE": NONE}
 # By key: what is said here for each value.

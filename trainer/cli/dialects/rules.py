@@ -20,6 +20,7 @@ TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
 TIMMS = "vit_base_patch16_224"
 MOST = 64  # cards that are listed for a number of them
 RUN_NAMES = ("name", "exp", "experiment", "run_id", "run_name", "job_name")  # a run's name, elsewhere
+PARTS = ("train_dir", "train_data_dir", "train_folder", "train_path", "traindir")  # of a data set, elsewhere
 BETAS = (("adam_beta1", "beta_1", "beta1"), ("adam_beta2", "beta_2", "beta2"))  # of Adam, elsewhere: both of its two
 
 
@@ -59,13 +60,16 @@ def _recipe(key: str, value: str, line: CommandLine) -> Meaning | None:
         pass
     stem, name = path.stem if path.suffix in (".yaml", ".yml") else path.name, plain(path.name.partition(".")[0])
     alike = stem if stem in shipped else {plain(recipe): recipe for recipe in shipped}.get(name)
+    if alike is None and path.suffix == ".py":  # resnet50_8xb32_in1k.py
+        alike = max((recipe for recipe in shipped if stem.startswith(f"{recipe}_")), key=len, default=None)
     if alike is not None:
-        return put("recipe", alike)
+        return put("recipe", alike, "a file in Python is not read" if path.suffix == ".py" else "")
     if os.path.isdir(os.path.expanduser(value)):
         return run_within(key, value, line) or Meaning(("recipe=finetune", f"data.root={value}"))
     known = {plain(model): model for model in (*SMALL_MODELS, *torchvision_classifiers())}
     if name not in known:
-        return Meaning((), f"recipe= is a recipe's name or file, not {value[:40]}") if key != "recipe" else None
+        note = f"recipe= is a recipe's name or file, not {value[:40]}; recipes lists them, recipes NAME prints one"
+        return Meaning((), note) if key != "recipe" or path.suffix == ".py" else None
     model = f"model.name={known[name]}"
     if known[name] in SMALL_MODELS:
         return Meaning(("recipe=digits", model))
@@ -175,8 +179,11 @@ def _weights(_: str, value: str, line: CommandLine) -> Meaning | None:
     return put("checkpoint" if "checkpoint" in line.options else "model.init_from", value)
 
 
-def _data(_: str, value: str, line: CommandLine) -> Meaning:
-    """The section's name: the name of a data set, or a folder."""
+def _data(key: str, value: str, line: CommandLine) -> Meaning:
+    """The section's name: the name of a data set, or a folder; elsewhere that of its training part."""
+    folder, part = os.path.split(value.rstrip("/"))
+    if key in PARTS and part.lower() in ("train", "training"):
+        return put("data.root", folder or ".", "the folder that both parts are in")
     if plain(value) in {*map(plain, DATASETS), *OTHER_VALUES["data.name"]}:
         return put("data.name", "{value}")
     if line.data_name in OWN_PHOTOS and (line.data_name == "shards" or not value.endswith(SHARDS)):
@@ -188,13 +195,13 @@ def _data(_: str, value: str, line: CommandLine) -> Meaning:
 
 def _image_size(_: str, value: str, __: CommandLine) -> Meaning | None:
     """Pixels a side; elsewhere the channels stand before them, or behind."""
-    sizes = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
-    if len(sizes) == 3 and all(map(str.isdigit, sizes)):
-        sizes = sizes[1:] if sizes[0] in ("1", "3") else sizes[:2] if sizes[2] in ("1", "3") else sizes
-    if len(sizes) < 2 or not all(size.isdigit() and len(size) > 1 for size in sizes):
+    numbers = [size for size in re.split(r"[ ,x]+", value.lower().strip("[]() ")) if size]
+    sizes = [number for number in numbers if number not in ("1", "3")]
+    channels = [f"data.channels={number}" for number in numbers if number in ("1", "3")]
+    if len(sizes) != 2 or len(channels) > 1 or not all(size.isdigit() and len(size) > 1 for size in sizes):
         return None
-    if len(set(sizes)) == 1:
-        return put("data.image_size", sizes[0])
+    if len({*sizes}) == 1:
+        return Meaning((f"data.image_size={sizes[0]}", *channels))
     return Meaning((), f"images are square here: give one number, data.image_size={sizes[0]}")
 
 
@@ -220,7 +227,7 @@ def _recompute(_: str, value: str, line: CommandLine) -> Meaning | None:
 RULES: dict[str, Callable[[str, str, CommandLine], Meaning | None]] = {
     "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": run_within, "resume": _resume,
     "output": _output, **dict.fromkeys(RUN_NAMES, _output), "devices": _devices, "model": _model,
-    "model.name": _model_name, "model.weights": _weights, "data": _data,
+    "model.name": _model_name, "model.weights": _weights, **dict.fromkeys(("data", *PARTS), _data),
     "data.image_size": _image_size, "schedule.warmup_epochs": _warmup,
     **{name: _recompute for name, key in OTHER_KEYS.items() if key == "pipeline.recompute"},
     **dict.fromkeys((*BETAS[0], *BETAS[1]), _betas),

@@ -195,3 +195,4 @@ def test_what_is_to_be_typed(typed: str, words: str) -> None:
 
 def test_a_photo_with_an_equals_sign_in_its_name_is_no_key() -> None:
     assert "no photo" in answer("predict photos/a=b.jpg")
+    assert "not key=value" in answer("recipe=digits runs/b=3")

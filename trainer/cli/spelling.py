@@ -124,9 +124,8 @@ def _set(typed: str, key: str, value: str, fine: bool = True) -> Word:
     bare = key.lstrip(DASHES).replace("-", "_")
     name = _name(key)
     dotted = re.sub(r"\]?[\[/:]|__", ".", name).rstrip("]")
-    if dotted != name and (
-        is_name(dotted) or ("/" in name and "." not in value and not os.path.exists(typed))
-    ):  # optimizer/lr, optimizer[lr], optimizer__lr
+    group = re.fullmatch(r"\w\w+(/\w\w+)+", name) and "." not in value  # hydra/launcher=slurm, no file
+    if dotted != name and (group or is_name(dotted)):  # optimizer/lr, optimizer[lr], optimizer__lr
         name = dotted
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name):
         return Word(typed)

@@ -29,7 +29,7 @@ _SAME = {
     "max": "maximum",
     "min": "minimum",
     "memory": "mem",
-    "augment": "aug augmentation augmentations transforms tfms",
+    "augment": "aug augmentation augmentations transform transforms tfms",
 }
 _STANDS_FOR = {word: first for first, words in _SAME.items() for word in words.split()}
 _LITTLE = {*re.findall(r"\w+", "a an and as by each for from in is of on or that the to with null true false")}

@@ -114,7 +114,7 @@ _KEYS = {
 SUBJECTS = {
     "dropout is the model's own, see guide own": "dropout drop_rate drop_path drop_connect drop_prob stochastic_depth",
     "augment.auto=trivial rotates, shifts, shears and recolours images, see recipes keys augment": "jitter hsv degrees "
-    "rotation rotate translate translation shear shift brightness contrast saturation hue",
+    "rotation rotate translate translation shear shift_range brightness contrast saturation hue",
     "augment.crop=resized enlarges random parts of images, see recipes keys augment": "multi_scale random_scale zoom",
     "the keys of augment vary training images, and all get data.image_size= pixels a side, see recipes keys augment": (
         "transforms"

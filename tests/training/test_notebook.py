@@ -2,12 +2,15 @@
 
 import os
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests import warm
-from tests.command_line import environment, result
+from tests.command_line import environment, ok, result
+from tests.guide.documents import PAGES, blocks, name
 
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel ipywidgets")
 nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel ipywidgets")
@@ -61,13 +64,11 @@ trainer.train("digits", epoch=2)
 """
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory):
-    """Each cell's outputs, by its name, and the folder that the kernel worked in."""
-    folder = tmp_path_factory.mktemp("notebook")
-    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in (PREPARED, *sources.values())])
-    book.cells[-1].metadata["tags"] = ["raises-exception"]
+def executed(sources: Sequence[str], folder: Path, raises: Collection[int] = ()):
+    """The cells of a notebook that a kernel has executed in a folder; those in `raises` may end in an exception."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
+    for number in raises:
+        book.cells[number].metadata["tags"] = ["raises-exception"]
     client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
     before = dict(os.environ)
     os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
@@ -78,7 +79,26 @@ def cells(tmp_path_factory: pytest.TempPathFactory):
         warm.what_is_asked_for()
         os.environ.clear()
         os.environ.update(before)
-    return {name: cell.outputs for name, cell in zip(sources, book.cells[1:], strict=True)}, folder
+    return book.cells
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory):
+    """Each cell's outputs, by its name, and the folder that the kernel worked in."""
+    folder = tmp_path_factory.mktemp("notebook")
+    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
+    _, *done = executed([PREPARED, *sources.values()], folder, raises=[len(sources)])
+    return {name: cell.outputs for name, cell in zip(sources, done, strict=True)}, folder
+
+
+def test_what_the_guide_shows_runs_in_a_notebook(tmp_path):
+    """Its pages on Python, in one kernel each, from the first cell to the last."""
+    ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
+    for stem in ("photo", "other"):
+        Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
+    for page in (page for page in PAGES if name(page) in ("python", "predict")):
+        sources = [block.text for block in blocks(page) if block.language == "python"]
+        assert sources and len(executed(sources, tmp_path)) == len(sources)
 
 
 def value(outputs) -> str:

@@ -456,7 +456,7 @@ def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first)
     if images is None:
         assert said is None
     else:
-        assert f"are of {images} image" in said and said.startswith(f"try {first[:-1]}")
+        assert f"over {images} image" in said and said.startswith(f"try {first[:-1]}")
 
 
 AUTO = ["recipe=digits", "mode=pipeline", "pipeline.microbatches=auto", "batch_size=16", "max_steps=1", *QUIET]

@@ -350,6 +350,21 @@ def test_a_lost_fork_server_is_replaced():
         assert list(pool.map(range(50))) == [i * i for i in range(50)]
 
 
+def test_a_fork_server_that_is_just_ending_is_asked_again(monkeypatch):
+    from multiprocessing import forkserver
+
+    connect, refused = forkserver.connect_to_new_process, [ConnectionRefusedError()]
+
+    def asked(fds):
+        if refused:
+            raise refused.pop()
+        return connect(fds)
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", asked)
+    with DevicePool(["cpu"], workers.square) as pool:
+        assert list(pool.map([2])) == [4] and not refused
+
+
 class Attacker:
     """Hits workers after every so many results, none twice."""
 

@@ -78,7 +78,11 @@ class Cluster:
         self._daemons = {"control": self._start("slurmctld", "-D")}
         for node in NODES:
             self.start(node)
-        self.until(lambda: self.run("sinfo", "-h", "-o", "%T").strip() == "idle", 60)
+        try:
+            self.until(lambda: self.run("sinfo", "-h", "-o", "%T").strip() == "idle", 60)
+        except TimeoutError:
+            self.close()
+            raise
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "daemons.log").open("ab") as log:

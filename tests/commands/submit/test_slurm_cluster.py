@@ -71,7 +71,7 @@ def check_end(cluster: Cluster, number: str, output: str, undisturbed: str, seco
     text = log(cluster, output)
     assert job["JobState"] == "COMPLETED", (job, text)
     assert int(job["Restarts"]) >= 1, text
-    assert "continu" in text, text
+    assert "resuming at step" in text, text
     assert result(cluster.folder / output)["status"] == "completed"
     assert digest(cluster.folder / output / "last.safetensors") == undisturbed, text
 

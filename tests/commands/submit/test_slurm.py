@@ -86,3 +86,10 @@ def test_what_slurm_is_asked_for(script) -> None:
         assert f"#SBATCH --{option}" in lines
     assert not any("gpus" in line for line in script("devices=[cpu]").splitlines())
     assert any(line.startswith("##SBATCH --partition=") for line in script().splitlines())
+
+
+def test_an_array_gets_the_gpus_of_the_element_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = "[[cuda:0,cuda:1,cuda:2],[cuda:0,cuda:1]]"
+    words = ["slurm", "recipe=digits", "mode=split", f"array=devices:{devices}", "time=01:00:00", "cpus=8"]
+    assert command(words) == 0
+    assert "#SBATCH --gpus-per-node=3\n" in capsys.readouterr().out

@@ -12,7 +12,15 @@ from pathlib import Path
 from trainer import recipe as recipes
 from trainer.commands.compare.entries import parse_sweep
 from trainer.devices.assignment import assign_devices
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import (
+    CheckpointError,
+    DeviceMemoryError,
+    DiskFullError,
+    FolderInUseError,
+    NotFiniteError,
+    RecipeError,
+    SetupError,
+)
 from trainer.launch.launching import SAVING
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
@@ -36,7 +44,8 @@ EXAMPLES = {
     "claim": "claim=training, a PersistentVolumeClaim that all pods can write to, with the images",
 }
 KINDS = ("job", "trainjob")
-HOPELESS = (2, 3, 4, 5, 6, 8, 28)  # exit codes that another try cannot mend
+_FINAL = (RecipeError, SetupError, CheckpointError, NotFiniteError, DeviceMemoryError, FolderInUseError, DiskFullError)
+HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 REQUEUES = 20
 _AMOUNT = r"(\d+)(MiB|GiB|TiB)"
 
@@ -128,7 +137,7 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
         if "plugin" not in own:
             check_names(recipe)
         check_processes(recipe, nodes * nproc, nodes)
-        gpus = _gpus(recipe, nproc)
+        gpus = max(gpus, _gpus(recipe, nproc))
     submission = Submission(
         recipe=base,
         words=(*(f"{key}={own[key]}" for key in LAUNCH if key in own and key != "nproc"), *rest),
@@ -180,7 +189,7 @@ def _varied(array: str | None) -> list[str]:
 
 def _gpus(recipe: Recipe, nproc: int) -> int:
     """The GPUs that each node must have for the recipe; its devices are held against them."""
-    if recipe.devices == ["cpu"] or recipe.traits.shared_memory or set(recipe.devices) == {"cpu"}:
+    if recipe.traits.shared_memory or set(recipe.devices) == {"cpu"}:
         count = 0
     elif recipe.devices != "auto":
         count = 1 + max(int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu")

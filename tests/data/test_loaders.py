@@ -711,3 +711,12 @@ def test_a_small_set_is_read_without_workers(loading, monkeypatch):
     assert few.workers > 0
     monkeypatch.setattr(Items, "__getitem__", lambda items, index: time.sleep(0.02) or (_ for _ in ()).throw(OSError))
     assert loading(photo_sets(train=200), "data.workers=null").workers > 0
+
+
+def test_of_a_slow_set_one_item_is_read_to_know_that_it_takes_workers(loading, monkeypatch):
+    asked, read = [], Items.__getitem__
+    monkeypatch.setattr(
+        Items, "__getitem__", lambda items, index: asked.append(index) or time.sleep(0.1) or read(items, index)
+    )
+    assert loading(photo_sets(train=200), "data.workers=null").workers > 0
+    assert asked == [0]

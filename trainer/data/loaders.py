@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, cast
 
@@ -77,12 +76,17 @@ def read_soon(datasets: Datasets, recipe: Recipe) -> bool:
     part = datasets.train
     if not isinstance(part, UserItems):
         return False
+    reads = (len(part) + len(datasets.val)) * recipe.epochs
     begun = time.perf_counter()
-    with private_draws(), suppress(Exception):  # a sample that cannot be read is told when its turn comes
+    with private_draws():
         for index in range(min(TRIED, len(part))):
-            part.read(index, datasets.channels)
-    each = (time.perf_counter() - begun) / min(TRIED, len(part))
-    return each * (len(part) + len(datasets.val)) * recipe.epochs < STARTING
+            try:
+                part.read(index, datasets.channels)
+            except Exception:  # it is told when its turn comes
+                return False
+            if (time.perf_counter() - begun) / (index + 1) * reads >= STARTING:  # a slow one is enough to know
+                return False
+    return True
 
 
 def worker_search(

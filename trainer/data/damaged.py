@@ -7,8 +7,6 @@ so that no photo is called damaged which could be read.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -24,7 +22,7 @@ from trainer.data.sets import Datasets, ImageSet
 from trainer.processes.resources import cores
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
-from trainer.saving.files import portable
+from trainer.saving.files import csv_text, portable
 from trainer.telemetry.progress import Progress
 
 SKIPPED_FILE = "skipped.csv"  # of a run folder: the damaged photos
@@ -55,11 +53,7 @@ def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
 
 def table(damaged: Sequence[Damaged]) -> str:
     """The text of skipped.csv."""
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(HEADER)
-    lines.writerows((portable(path), split, why) for split, path, why in damaged)
-    return text.getvalue()
+    return csv_text([HEADER, *((portable(path), split, why) for split, path, why in damaged)])
 
 
 def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:

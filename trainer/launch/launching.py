@@ -7,7 +7,6 @@ that failed reach the user unchanged. Nothing here imports torch before it start
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import math
 import os
@@ -142,7 +141,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     if launch.nnodes == 1:
         arguments += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1"]
     else:
-        arguments += ["--rdzv_backend=static", "--rdzv_id=trainer", f"--node_rank={launch.node_rank}"]
+        arguments += ["--rdzv_backend=static", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     os.environ[family.PARENT] = str(os.getpid())
     for name in ("torch.distributed", "torch.multiprocessing"):  # whose 30 lines a failure would bury our one
@@ -154,18 +153,19 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     handlers = {number: signal.getsignal(number) for number in passed_on}
     arguments += _signals(run, recipe)
     try:
-        for restarts in itertools.count():
+        restarts = 0
+        while True:
             ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
             if ending is None:
                 return 0
             if ending.code != PeerError.code or restarts == max_restarts:
                 endings.say(ending.line, ending.code)
                 return ending.code
-            endings.say(f"{ending.line}; starting again, {restarts + 1} of {max_restarts} times", 0)
+            restarts += 1
+            endings.say(f"{ending.line}; starting again, {restarts} of {max_restarts} times", 0)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    raise AssertionError("unreachable")
 
 
 def _attempt(
@@ -177,9 +177,8 @@ def _attempt(
 
     ranks.start_server()  # again, where it was killed
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
-        forked = ["--start_method=forkserver", f"--log_dir={logs}", "trainer"]
-        if launch.nnodes == 1:
-            forked.insert(0, f"--rdzv_id={uuid.uuid4().hex}")
+        meeting = uuid.uuid4().hex if launch.nnodes == 1 else "trainer"
+        forked = [f"--rdzv_id={meeting}", "--start_method=forkserver", f"--log_dir={logs}", "trainer"]
         config, *_ = run.config_from_args(run.parse_args([*arguments, *forked]))  # type: ignore[no-untyped-call]
         with explain_delay(lambda: _missing_nodes(launch, timeout, Path(logs))):
             launcher = elastic_launch(config, ranks.run_rank)

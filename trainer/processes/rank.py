@@ -66,12 +66,23 @@ def launcher() -> int:
     return int(os.environ.get(LAUNCHER, os.getppid()))
 
 
+def start_of(pid: int) -> int:
+    """When a process began, in the kernel's ticks since boot. Raises OSError or IndexError where it does not tell."""
+    with open(f"/proc/{pid}/stat", errors="replace") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """Which start of which machine this is. Raises OSError where the system does not tell."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
 def job_id() -> str:
     """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
     starter = launcher() if place().launched else os.getpid()
     try:
-        with open(f"/proc/{starter}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
-            started = f"{boot.read().strip()}-{stat.read().rpartition(')')[2].split()[19]}"
+        started = f"{boot_id()}-{start_of(starter)}"
     except (OSError, IndexError):
         started = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{os.uname().nodename}-{starter}-{started}"

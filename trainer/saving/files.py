@@ -6,6 +6,7 @@ what cannot be used is left out with a sentence, and what cannot be written ends
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import math
@@ -15,9 +16,9 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,6 +66,13 @@ def open_streams() -> None:
 def portable(name: str) -> str:
     """A file's name, or a text with one, as UTF-8 can hold it: a byte that is none of it becomes four characters."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """The text of a CSV file of these rows, the first of which is its head."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def opened(path: str | bytes | Path) -> BufferedReader:

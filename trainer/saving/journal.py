@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import TrainerError
-from trainer.processes.rank import launcher
+from trainer.processes import rank
 from trainer.saving.files import read, set_aside, why, writing
 
 JOURNAL = "journal.jsonl"
@@ -241,15 +241,14 @@ def _before(working: float, alone: bool) -> dict[str, float]:
     if began is None:
         return {}
     parts = {f"{START}imports": _since_boot() - began - working}
-    started = _start_of(launcher()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
+    started = _start_of(rank.launcher()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
     return {**({f"{START}launcher": began - started} if started is not None else {}), **parts}
 
 
 def _start_of(pid: int) -> float | None:
     """When a process began, in seconds since boot; None where the system does not tell."""
     with suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return rank.start_of(pid) / os.sysconf("SC_CLK_TCK")
     return None
 
 
@@ -259,5 +258,5 @@ def _since_boot() -> float:
 
 def _boot() -> str:
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return rank.boot_id()
     return ""

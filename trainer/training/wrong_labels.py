@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainer.saving.files import portable
+from trainer.saving.files import csv_text, portable
 
 FILE = "worst.csv"
 ROWS = 10_000  # at most
@@ -25,10 +23,8 @@ class Doubt(NamedTuple):
 
 def table(rows: Iterable[Doubt]) -> str:
     """The text of the file; `rows` are in their order, and each takes one line."""
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(Doubt._fields)
-    for row in rows:
-        path = " ".join(portable(row.path).splitlines())
-        lines.writerow([path, row.label, row.predicted, *(f"{probability:.4g}" for probability in row[3:])])
-    return text.getvalue()
+    lines = (
+        (" ".join(portable(row.path).splitlines()), row.label, row.predicted, *(f"{share:.4g}" for share in row[3:]))
+        for row in rows
+    )
+    return csv_text([Doubt._fields, *lines])

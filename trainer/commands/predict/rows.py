@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import heapq
-import io
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from trainer.errors import FolderInUseError
 from trainer.processes.rank import place
 from trainer.processes.world import World, lost_peers
 from trainer.saving import locks
-from trainer.saving.files import draft_of, put, read_json, remove, write_atomically, writing
+from trainer.saving.files import csv_text, draft_of, put, read_json, remove, write_atomically, writing
 from trainer.training import wrong_labels
 from trainer.training.wrong_labels import Doubt
 
@@ -140,11 +139,8 @@ class PartFile:
             return json.dumps(row, ensure_ascii=True) + "\n"
         top5 = ";".join(f"{name}={probability:g}" for name, probability in row["top5"] or ())
         cells = {**row, "top5": top5 or None}.values()
-        text = io.StringIO()  # of one line, whatever a path holds
-        csv.writer(text, lineterminator="\n").writerow(
-            [without_line_ends(value) if isinstance(value, str) else value for value in cells]
-        )
-        return text.getvalue()
+        # Of one line, whatever a path holds.
+        return csv_text([[without_line_ends(value) if isinstance(value, str) else value for value in cells]])
 
     def _count(self, row: Mapping[str, Any]) -> None:
         self.counts["images"] += 1

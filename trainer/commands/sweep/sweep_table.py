@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from trainer.commands.sweep.results import Metric, SweepReport, TrialFigures
 from trainer.processes.terminal import BOLD, as_typed, styled
-from trainer.saving.files import without_nan, write_atomically
+from trainer.saving.files import csv_text, without_nan, write_atomically
 from trainer.telemetry import readable
 
 SHOWN = 20  # rows on a terminal
@@ -28,13 +27,11 @@ def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
 
 def as_csv(report: SweepReport) -> str:
     """A line a trial, best first."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["trial", *report.keys, *FIGURES, "folder"])
+    rows: list[list[Any]] = [["trial", *report.keys, *FIGURES, "folder"]]
     for row in report.trials:
         figures = [getattr(row, name) for name in FIGURES]
-        writer.writerow([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
-    return text.getvalue()
+        rows.append([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
+    return csv_text(rows)
 
 
 def columns(report: SweepReport, metric: Metric) -> list[list[str]]:

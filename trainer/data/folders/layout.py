@@ -19,7 +19,7 @@ from trainer.data.folders.scanning import LeftOut, class_images, few, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
-from trainer.saving.files import opened, portable
+from trainer.saving.files import csv_text, opened, portable
 from trainer.saving.run_folder import RunFolder
 
 TRAIN = ("train", "training")  # names of folders, in upper or lower case; the first that exists is used
@@ -240,11 +240,7 @@ def continued(folder: RunFolder) -> Before:
 
 def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:
     """The text of split.csv; `parts` are the names of the parts with their files and labels."""
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(HEADER)
-    lines.writerows((portable(file), label, part) for part, rows in parts for file, label in rows)
-    return text.getvalue()
+    return csv_text([HEADER, *((portable(file), label, part) for part, rows in parts for file, label in rows)])
 
 
 def held_out_of(path: Path) -> frozenset[str] | None:

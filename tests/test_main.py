@@ -281,7 +281,8 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("size mismatch"), 1, "RuntimeError: size mismatch"),
     ],
 )
-def test_explain(error: BaseException, code: int, expected: str) -> None:
+def test_explain(error: BaseException, code: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which torch sets where it has compiled before
     importlib.import_module("torch.nn")  # whose layers are looked up by name
     line, found = cli.explain(error)
     assert found == code

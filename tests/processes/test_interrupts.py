@@ -37,6 +37,14 @@ BLOCKED = """
     while True:
         ctypes.CDLL(None).usleep(60_000_000)
 """
+SAVING = """
+    from trainer.processes import silence
+    silence.watch(1000.0)
+    with interrupts.saving():
+        wait = silence.begin() if {waits} else None
+        time.sleep(8)
+    sys.exit(40)
+"""
 
 
 # Children that end, watched with a handler as DataLoader does, and then a step that takes long.
@@ -190,9 +198,14 @@ def test_ranks_see_their_siblings(look, seen):
     assert done.stdout.splitlines()[-1] == seen, done.stderr
 
 
-def test_the_watcher_does_not_wait_for_what_a_lost_peer_holds_up():
-    """A collective over a network card may wait for its timeout, minutes, after a peer was killed."""
-    program = PROGRAM.format(grace=60, body=BLOCKED.strip())
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [(BLOCKED, 143), (SAVING.format(waits=True), 143), (SAVING.format(waits=False), 40)],
+    ids=["a step", "a save that waits for ranks", "a save that writes"],
+)
+def test_the_watcher_does_not_wait_for_what_a_lost_peer_holds_up(body, code):
+    """A collective may wait for its timeout, minutes, or for ever, after a peer was killed; a file is written."""
+    program = PROGRAM.format(grace=60, body=body.strip())
     launcher = f"""
 import os, subprocess, sys, time
 def rank(number, program):
@@ -209,7 +222,8 @@ code = me.wait(30)
 print(code, time.monotonic() - begun < 10)
 """
     done = subprocess.run([sys.executable, "-c", launcher], cwd=PROJECT, timeout=60, capture_output=True, text=True)
-    assert done.stdout == "143 True\n" and re.search("rank 0: rank 1 .*SIGTERM", done.stderr), done.stderr
+    assert done.stdout == f"{code} True\n", done.stderr
+    assert bool(re.search("rank 0: rank 1 .*SIGTERM", done.stderr)) == (code == 143), done.stderr
 
 
 def test_a_terminal_that_closes_fails_no_print(monkeypatch):

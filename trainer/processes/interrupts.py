@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from trainer.errors import Interrupted, Preempted
-from trainer.processes import early, family, stacks
+from trainer.processes import early, family, silence, stacks
 from trainer.processes.rank import place
 from trainer.processes.terminal import plain
 from trainer.processes.watchdog_process import GIVEN_UP
@@ -184,15 +184,22 @@ class Interrupts:
         while not self._done:
             self._watchdog.send("alive")
             waited = time.monotonic() - max(received_at, self._beat)
-            if self._suspended:
+            if self._suspended and not silence.is_waiting():  # what this rank writes is written to its end
                 pass
+            elif self._suspended:
+                self._leave_lost_peers(first, waited)
             elif not self._beat:
                 self._leave(signal.Signals(first), "")
             elif waited > self.grace:
                 self._leave(signal.Signals(first), f"no step's end within {self.grace:g} s")
-            elif waited > SHORTEST and (gone := self._peers - set(family.living_ranks())):  # no step can end any more
-                self._leave(signal.Signals(first), f"rank {min(gone)} is gone")
+            else:
+                self._leave_lost_peers(first, waited)
             time.sleep(0.05)
+
+    def _leave_lost_peers(self, number: int, waited: float) -> None:
+        """Leave if a peer is gone: no step, and no save that waits for other ranks, can end any more."""
+        if waited > SHORTEST and (gone := self._peers - set(family.living_ranks())):
+            self._leave(signal.Signals(number), f"rank {min(gone)} is gone")
 
     def _leave(self, number: signal.Signals, why: str) -> None:
         rank = place().rank

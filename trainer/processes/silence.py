@@ -96,6 +96,11 @@ def begin(limit: float | None = None) -> Wait | None:
     return _waits[-1]
 
 
+def is_waiting() -> bool:
+    """Whether a thread of this process waits for other ranks now."""
+    return bool(_waits)
+
+
 def end(wait: Wait | None) -> float | None:
     """It waits no more; the seconds that were too long, if they were."""
     if wait is None:

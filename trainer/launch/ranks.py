@@ -21,7 +21,7 @@ MAIN = "trainer.__main__"
 
 def start_server() -> None:
     """Start the server, which imports beside this process. Its libraries see the environment as it is now."""
-    fork_server.context(MAIN, "trainer.training.loop")
+    fork_server.context(MAIN, "trainer.training.loop", "torch.utils.tensorboard")
 
 
 def run_rank(environment: Mapping[str, str], restarts: int, *words: str) -> None:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from trainer.data import sampling
+from trainer.recipe import load
+from trainer.recipe.checks import most_rows
 
 
 @pytest.mark.parametrize("samples", [1, 2, 17, 1000])
@@ -30,15 +32,21 @@ def test_draws_are_uniform_and_independent():
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_shards_share_out_each_global_batch_in_order(count, pieces):
-    permuted = sampling.permutation(0, 0, 27)
-    parts = [sampling.shard_rows(permuted, 8, index, count, pieces) for index in range(count)]
-    assert all(part.shape == (3, pieces, 8 // count // pieces) for part in parts)
+@pytest.mark.parametrize("together", [1, 2])
+def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
+    size, recipe = 16, load(None, "batch_size=16", f"accumulate={pieces}", f"augment.mixup={together - 1}")
+    permuted = sampling.permutation(0, 0, 3 * size + 3)
+    spans = [sampling.shard_spans(size, index, count, pieces, together) for index in range(count)]
+    parts = [sampling.shard_rows(permuted, size, span) for span in spans]
+    sizes = [len(rows) for part in parts for step in part for rows in step]
+    assert min(sizes) >= together and max(sizes) - min(sizes) <= together and not any(n % together for n in sizes)
+    assert max(sizes) == most_rows(recipe, count)
     for step in range(3):
-        rows = np.concatenate([part[step].reshape(-1) for part in parts])
-        assert rows.tolist() == permuted[step * 8 : step * 8 + 8].tolist()
+        assert all(len(part) == 3 and len(part[step]) == pieces for part in parts)
+        rows = np.concatenate([rows for part in parts for rows in part[step]])
+        assert rows.tolist() == permuted[step * size : (step + 1) * size].tolist()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ OTHERS = {  # what other programs' lines may look like
     "git": r"clone URL trainer",
     "cd": r"trainer",
     ".venv/bin/python": r"-m pip install [a-z-]+",
+    "python": r"-c import signal, torch\.distributed as d; kept = d\.TCPStore\(.*\); signal\.pause\(\)",
     "uv": r"pip install --python \.venv [a-z-]+",
     "pip": r"install (\.|--no-deps \.|'?\.\[\w+\]'?|[a-z-]+( [a-z-]+)*)",
     "source": r"\.venv/bin/activate|~/\.trainer-completion|",
@@ -94,10 +95,13 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
         words = words[words.index("./launch.sh") :]
     if words[0] == "torchrun":
         at = words.index("-m")
-        options = dict(word.lstrip("-").replace("-", "_").split("=") for word in words[1:at])
-        known = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"}
+        options = dict(word.lstrip("-").replace("-", "_").split("=", 1) for word in words[1:at])
+        known = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts"}
         assert {*options} <= known, options.keys() - known
-        variables |= {"NPROC": options.get("nproc_per_node", "1"), "NNODES": options.get("nnodes", "1")}
+        variables |= {
+            "NPROC": options.get("nproc_per_node", "1"),
+            "NNODES": options.get("nnodes", "1").rpartition(":")[2],
+        }
         variables |= {"NODE_RANK": "0", "MASTER_ADDR": "node0", TORCHRUN: "yes"}
         words = ["python", *words[at:]]
     if words[:3] == ["python", "-m", "trainer"]:
@@ -123,7 +127,7 @@ def _check(line: Line) -> None:
     elif words[:2] == ("python", "-m"):
         source = PROJECT / (words[2].replace(".", "/") + ".py")
         assert words[2] == "tensorboard.main" or _knows(source, words[3:]), words
-    elif words[0] == "python":
+    elif words[0] == "python" and words[1] != "-c":
         assert _knows(PROJECT / words[1], words[2:]), words
     else:
         assert words[0] in OTHERS and re.fullmatch(OTHERS[words[0]], " ".join(words[1:])), words

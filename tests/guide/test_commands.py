@@ -96,6 +96,10 @@ NOT_RUN = {
         "python tests/benchmarks/plan_accuracy.py",
         "python tests/benchmarks/compare_verdicts.py --steps 200",
     ),
+    "waits until it is stopped": (
+        "python -c \"import signal, torch.distributed as d; kept = d.TCPStore('0.0.0.0', 29400, is_master=True); "
+        'signal.pause()"',
+    ),
     "is a server, which test_dashboards.py starts": (
         "./launch.sh tensorboard",
         "python -m tensorboard.main --logdir runs",
@@ -117,6 +121,9 @@ NOT_RUN = {
         "NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 -m trainer "
         "recipe=resnet50 data.root=/data/imagenet",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc_per_node=8 --max-restarts=100 "
+        "--rdzv_backend=c10d --rdzv_endpoint=node0:29400 --rdzv_conf=is_host=0,last_call_timeout=5 -m trainer "
+        "recipe=resnet50 data.root=/data/imagenet output=runs/elastic resume=auto save.every=auto",
         "srun --nodes=2 --gpus-per-node=8 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
         "mpirun -np 2 --map-by ppr:1:node -x MASTER_ADDR=node0 ./launch.sh recipe=resnet50 data.root=/data/imagenet",
     ),
@@ -230,7 +237,7 @@ def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.Capture
     [
         ("./launch.sh recipe=digits epoch=3", "epoch"),
         ("./launch.sh recipe=digitz", "digits"),
-        ("./launch.sh recipe=digits mode=ddp nproc=5", "does not divide"),
+        ("./launch.sh recipe=digits mode=local_sgd nproc=5", "does not divide"),
         ("./launch.sh recips", "recipes"),
         ("./launch.sh plan recipe=digits memory=24", "memory"),
         ("./launch.sh compare recipe=digits 'modes=[singel]'", "singel"),

@@ -73,10 +73,12 @@ def pipeline(words: str) -> Recipe:
         ("mode=split", 2, "mode=split runs in 1 process, not 2"),
         ("mode=local_sgd", 4, ""),
         ("mode=hogwild", 4, ""),
-        ("", 3, "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129"),
-        ("mode=local_sgd", 3, "try batch_size=126 or 129"),
+        ("", 3, ""),  # 43 + 43 + 42
+        ("mode=fsdp batch_size=14 accumulate=2 augment.mixup=0.2", 3, "mixup, cutmix); try batch_size=12 or 24"),
+        ("mode=fsdp batch_size=16 accumulate=2 augment.mixup=0.2", 3, ""),
+        ("mode=local_sgd", 3, "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129"),
         ("batch_size=4", 8, "try batch_size=8"),
-        ("batch_size=12 accumulate=2", 4, "4 processes x accumulate=2; try batch_size=8 or 16"),
+        ("batch_size=6 accumulate=2", 4, "4 processes x accumulate=2; try batch_size=8"),
         ("batch_size=3 augment.mixup=0.2", 1, "among pairs of images (mixup, cutmix); try batch_size=2 or 4"),
     ],
 )

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, WHOLE, losses, ok, result, steps, trainer
 from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from tests.training.test_training import PLUGIN, same_run
+from trainer.telemetry.events import curves_of
 
 # ------------------------------------------------------------------------------------- from mode to mode
 
@@ -88,6 +89,34 @@ def test_every_mode_continues_every_other(was, whole, tmp_path):
             assert all(map(math.isfinite, [*losses(run), found["val_loss"]]))
         else:
             ends_like(run, whole)
+
+
+UNEVEN = ["recipe=digits", "schedule.warmup_epochs=0", "epochs=1", "max_steps=12", "save.every_steps=5", "timeout=60"]
+UNEVEN += [*WHOLE, "logging.verdict=false"]
+SIZES = {
+    # 11 pairs on each of three ranks, in 4 + 4 + 3; 17 and 16 on two
+    "ddp": "cnn_gn optimizer.lr=0.05 batch_size=66 accumulate=3 augment.mixup=0.2 loss.label_smoothing=0.1 "
+    "clip_grad_norm=0.5",
+    "ddp sync_bn=true": "cnn optimizer.lr=0.001 batch_size=65",
+    "fsdp": "cnn_gn optimizer.lr=0.05 batch_size=65 ema=0.9",
+}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.full) if mode == "fsdp" else mode for mode in SIZES]
+)
+def test_a_rank_is_lost_where_the_batch_does_not_divide(mode, tmp_path):
+    """Shards of unequal sizes add up to the gradient of the whole batch."""
+    words, ranks = [*UNEVEN, *f"model.name={SIZES[mode]}".split()], f"mode={mode}".split()
+    one, run = tmp_path / "single", tmp_path / "run"
+    ok(*words, "mode=single", f"output={one}")
+    kill(8, *words, *ranks, "nproc=3", f"output={run}", rank=1)
+    assert newest(run) == 5
+    ok(*words, *ranks, "nproc=2", f"output={run}", "resume=auto")
+    ends_like(run, one)
+    assert losses(run) == pytest.approx(losses(one), rel=2e-5)
+    norms = [curves_of(folder)["train/grad_norm"][2] for folder in (one, run)]
+    assert len(norms[0]) == 12 and norms[1] == pytest.approx(norms[0], rel=2e-4)
 
 
 # --------------------------------------------------------------------------------------- the same mode again

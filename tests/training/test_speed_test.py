@@ -31,7 +31,15 @@ from trainer.training.memory_needs import bytes_of_sample, pieces_that_fit
     ],
 )
 def test_pieces(rows, accumulate, per_image, room, multiple, expected):
-    assert pieces_that_fit(rows, accumulate, per_image, room, multiple) == expected
+    made = load(None, f"batch_size={rows}", f"augment.mixup={multiple - 1}")
+    assert pieces_that_fit(made, 1, accumulate, per_image, room) == expected
+
+
+def test_pieces_of_unequal_shards():
+    made = load(None, "batch_size=66", "mode=ddp")
+    assert pieces_that_fit(made, 4, 1, 1, 16) == 2, "17 + 17 + 16 + 16 images, in 9 + 8"
+    assert pieces_that_fit(made, 4, 1, 1, 8) == 3, "66 is no multiple of 4 or 5"
+    assert pieces_that_fit(made, 4, 7, 1, 1) == 11, "22 pieces of 4 shards are more than there are images"
 
 
 @pytest.mark.parametrize(("devices", "pieces"), [(("cuda:0", "cuda:1"), 1), (("cuda:0#0", "cuda:0#1"), 2)])

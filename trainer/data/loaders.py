@@ -23,6 +23,7 @@ from trainer.data.workers.worker_process import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
+from trainer.recipe.checks import most_rows
 from trainer.tasks import Task
 
 STARTING = 2.0  # seconds that starting workers takes at least
@@ -129,8 +130,8 @@ class Loader:
 
     The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
     Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
-    contiguous part, in `accumulate` contiguous micro-batches. A shard with every sample reads its r-th part of the
-    whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
+    contiguous part, in `accumulate` contiguous micro-batches (`sampling.shard_spans`). A shard with every sample reads
+    its r-th part of the whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
@@ -157,8 +158,9 @@ class Loader:
         self._datasets, self._recipe, self._shard, self._device = datasets, recipe, shard, device
         samples = len(datasets.train)
         self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
-        self._rows = recipe.batch_size // (shard.count * recipe.accumulate)
-        self._mixes = recipe.augment.together > 1
+        together = recipe.augment.together
+        self._rows, self._mixes = most_rows(recipe, shard.count), together > 1
+        self._spans = sampling.shard_spans(recipe.batch_size, shard.index, shard.count, recipe.accumulate, together)
         self._task = task
         self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
         self._transform = DeviceTransform(
@@ -269,8 +271,11 @@ class Loader:
         """The samples of each micro-batch of an epoch."""
         if self._epoch is None or self._epoch[0] != epoch:
             recipe, shard = self._recipe, self._shard
-            rows = sampling.contiguous_rows if shard.every_sample else sampling.shard_rows
-            steps = rows(self._order(epoch), recipe.batch_size, shard.index, shard.count, recipe.accumulate)
+            order, size = self._order(epoch), recipe.batch_size
+            if shard.every_sample:
+                steps = sampling.contiguous_rows(order, size, shard.index, shard.count, recipe.accumulate)
+            else:
+                steps = sampling.shard_rows(order, size, self._spans)
             self._epoch = epoch, [piece for step in steps for piece in step]
         return self._epoch[1]
 
@@ -341,10 +346,7 @@ class Loader:
 
     def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:
         """The part of the global batch's draws for a micro-batch, which may be shorter than others."""
-        recipe, augment, shard = self._recipe, self._recipe.augment, self._shard
-        pairs, pieces = self._rows // 2, shard.count * recipe.accumulate
-        whole = sampling.mixing(
-            recipe.seed, epoch, step, pieces * pairs, augment.mixup, augment.cutmix, self._datasets.image_size
-        )
-        first = (shard.index * recipe.accumulate + piece) * 2 * pairs
+        recipe, augment, size = self._recipe, self._recipe.augment, self._datasets.image_size
+        pairs, (first, _) = recipe.batch_size // 2, self._spans[piece]
+        whole = sampling.mixing(recipe.seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
         return whole.rows(first, first + rows)

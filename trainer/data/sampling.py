@@ -83,14 +83,24 @@ def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
     return kept[permutation(seed, epoch, len(labels))]
 
 
-def shard_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> Array:
-    """What one shard reads of an epoch: (steps, pieces, rows) sample indices.
+def shard_spans(batch_size: int, index: int, count: int, pieces: int, together: int = 1) -> list[tuple[int, int]]:
+    """Which rows of a global batch are each micro-batch of one shard, (start, stop).
 
-    Global batch b is order[b * batch_size : (b + 1) * batch_size]; shard `index` of `count` reads its contiguous part,
-    cut into `pieces` contiguous micro-batches. The last partial global batch is dropped.
+    Sizes differ by `together` rows at most, which stay together.
+    """
+    shard = np.array_split(np.arange(0, batch_size, together), count)[index]
+    return [(int(piece[0]), int(piece[-1]) + together) for piece in np.array_split(shard, pieces)]
+
+
+def shard_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
+    """What one shard reads of an epoch: sample indices, [step][piece] of (rows,).
+
+    Global batch b is order[b * batch_size : (b + 1) * batch_size], of which the shard reads its `shard_spans`. The last
+    partial global batch is dropped.
     """
     steps = len(order) // batch_size
-    return order[: steps * batch_size].reshape(steps, count, pieces, -1)[:, index]
+    batches = order[: steps * batch_size].reshape(steps, batch_size)
+    return [[batch[start:stop] for start, stop in spans] for batch in batches]
 
 
 def contiguous_span(samples: int, index: int, count: int) -> tuple[int, int]:

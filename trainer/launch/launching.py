@@ -26,7 +26,7 @@ from trainer.launch import endings, ranks
 from trainer.launch.endings import Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
 from trainer.processes import early, family, fork_server, interrupts, resources
-from trainer.processes.rank import check_meeting, place
+from trainer.processes.rank import check_meeting, elastic_nodes, place
 from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
@@ -59,6 +59,11 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int 
                 f"torchrun --max-restarts={max_restarts}"
             )
         check_meeting(rank)
+        if (nodes := elastic_nodes()) and (recipe.output is None or recipe.resume is None):
+            raise RecipeError(
+                f"torchrun --nnodes={nodes} starts ranks again whenever a machine joins or leaves: name the folder in "
+                "which they go on, output=runs/elastic resume=auto"
+            )
         launch, size = Launch(rank.local_size), rank.size
     else:
         launch = choose_launch(os.environ, nproc, recipe, resources.cuda_count, resources.cores())

@@ -21,7 +21,7 @@ from trainer.models.norms import BatchNormCalls, takes_global_statistics, traini
 
 
 def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
-    """Let batch normalisation that trains see the global batch. Every rank must hold the same number of rows.
+    """Let batch normalisation that trains see the global batch, of which ranks may hold unequal parts.
 
     Returns:
         The layers that do so from here on.
@@ -63,11 +63,8 @@ def global_batch_norm(
     """`torch.nn.functional.batch_norm` of all ranks' rows. Inputs (N, C, ...)."""
     if not training:
         return batch_norm(inputs, running_mean, running_var, weight, bias, False, momentum, eps)
-    count = inputs.numel() // inputs.shape[1] * dist.get_world_size()
-    if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
     out: Tensor
-    out, mean, variance = _GlobalBatchNorm.apply(inputs, weight, bias, eps, count)
+    out, mean, variance, count = _GlobalBatchNorm.apply(inputs, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -97,25 +94,29 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        local = torch.stack(_statistics(inputs))
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance = _statistics(inputs)
+        local = torch.stack([mean, variance, torch.full_like(mean, inputs.numel() // inputs.shape[1])])
         # A row a rank, of which each fills its own: with equal rows that is what `all_gather` does, in every version.
         every = local.new_zeros(dist.get_world_size(), *local.shape)
         every[dist.get_rank()] = local
         dist.all_reduce(every)
-        means, variances = every.unbind(1)
-        mean = means.mean(0)
-        variance = variances.mean(0) + (means - mean).square().mean(0)
-        ctx.save_for_backward(inputs, weight, mean, variance)
-        ctx.eps, ctx.count, ctx.biased = eps, count, bias is not None
-        ctx.mark_non_differentiable(mean, variance)
-        return batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps), mean, variance
+        means, variances, counts = every.unbind(1)
+        count = counts.sum(0)
+        shares = counts / count
+        mean = (shares * means).sum(0)
+        apart = means - mean
+        variance = (shares * torch.addcmul(variances, apart, apart)).sum(0)
+        ctx.save_for_backward(inputs, weight, mean, variance, count)
+        ctx.eps, ctx.biased = eps, bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps), mean, variance, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        inputs, weight, mean, variance = ctx.saved_tensors
+        inputs, weight, mean, variance, count = ctx.saved_tensors
         if gradient.stride() != inputs.stride():
             gradient = torch.empty_like(inputs).copy_(gradient)
         scale, ones = torch.rsqrt(variance + ctx.eps), torch.ones_like(mean)
@@ -124,10 +125,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
             gradient, inputs, ones, mean, variance, mean, scale, False, ctx.eps, [False, True, True]
         )
         local = torch.stack(sums)
-        means = local / ctx.count
+        means = local / count
         dist.all_reduce(means)
         # The gradient's mean and its part along the normalised inputs change no output: they are taken out.
         inner = gradient - batch_norm(inputs, mean, variance, means[0], means[1], False, 0.0, ctx.eps)
         scale = scale if weight is None else scale * weight
         inner *= scale.view(-1, *[1] * (inputs.dim() - 2))
-        return inner, local[0] if weight is not None else None, local[1] if ctx.biased else None, None, None
+        return inner, local[0] if weight is not None else None, local[1] if ctx.biased else None, None

@@ -6,6 +6,7 @@ The only reader of RANK and its companions. Imports no torch: "printed once" is 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,29 @@ def check_meeting(me: Place) -> None:
 def launcher() -> int:
     """The process id of the launcher that started this rank, or had another process fork it."""
     return int(os.environ.get(LAUNCHER, os.getppid()))
+
+
+def elastic_nodes() -> str:
+    """How many machines a torchrun may have that come and go, as 1:4; empty where their number is fixed, or unknown."""
+    try:
+        with open(f"/proc/{launcher()}/cmdline", errors="replace") as file:
+            typed = re.search(r"\0--nn\w*[=\0]([^\0]*)", file.read())
+    except OSError:
+        typed = None
+    nodes = typed[1] if typed else os.environ.get("PET_NNODES", "")
+    low, _, high = nodes.partition(":")
+    return nodes if place().launched and high not in ("", low) else ""
+
+
+def elastic_advice() -> str:
+    """What to start torchrun with so that machines can come and go; empty where it has all."""
+    if not elastic_nodes():
+        return ""
+    shared, given_up = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "MAX_RESTARTS"))
+    missing = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"] * (shared == "True")
+    missing += ["--max-restarts=100"] * (given_up == "0")
+    both = " and ".join(missing)
+    return both and f"start it on every machine with {both}: else a machine that joins or leaves ends the others too"
 
 
 def start_of(pid: int) -> int:

@@ -58,6 +58,19 @@ def shards(recipe: Recipe, processes: int) -> int:
     return max(1, processes // ranks_per_pipeline(recipe, processes))
 
 
+def divides(recipe: Recipe, count: int, accumulate: int | None = None) -> bool:
+    """Whether the global batch can be divided into `count` shards, and each into `accumulate` micro-batches."""
+    unit = (accumulate or recipe.accumulate) * recipe.augment.together
+    equal = unit if recipe.traits.uneven else count * unit
+    return recipe.batch_size >= count * unit and recipe.batch_size % equal == 0
+
+
+def most_rows(recipe: Recipe, count: int, accumulate: int | None = None) -> int:
+    """Images of the largest micro-batch then."""
+    together = recipe.augment.together
+    return -(-recipe.batch_size // (count * (accumulate or recipe.accumulate) * together)) * together
+
+
 def weight_shards(recipe: Recipe, processes: int) -> int:
     """Into how many parts each weight is divided."""
     return (recipe.fsdp.shards or processes) if recipe.traits.exchanges == "shards" else 1
@@ -97,7 +110,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             "fsdp.offload=true moves shards, but one process has none: type nproc=2, or fsdp.offload=false"
         )
     count = shards(recipe, processes)
-    if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
+    if not divides(recipe, count):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
         among += [f"accumulate={recipe.accumulate}"] if recipe.accumulate > 1 else []
         among += ["pairs of images (mixup, cutmix)"] if recipe.augment.together > 1 else []

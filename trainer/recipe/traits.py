@@ -60,6 +60,11 @@ class Traits:
         return self.processes == "one" and not self.many_devices
 
     @property
+    def uneven(self) -> bool:
+        """The global batch may be divided into shards of different sizes."""
+        return self.same_maths and not self.micro_batches
+
+    @property
     def one_stage_at_a_time(self) -> bool:
         """The model is in stages, and while one works the others wait."""
         return self.staged and not self.micro_batches

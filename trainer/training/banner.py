@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 from trainer.data.photos import contact_sheet
 from trainer.devices import precision
+from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
+from trainer.recipe.checks import most_rows
 from trainer.recipe.versions import VERSION
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
 # Normalization", arXiv:1803.08494, table 2).
 FEW = 16
-WARNINGS = ("skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
+WARNINGS = ("torchrun", "skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
 DETAILS = ("mode", "devices", "held out", "cuts", "readers", "folder")
 ROOM = 3  # lines beside those that every run has
 
@@ -50,11 +52,12 @@ def facts(run: Run) -> dict[str, str]:
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     options.insert(0, precision.described(recipe.precision, world.device))
-    local = recipe.batch_size // parts
+    local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.accumulate))
+    most = " at most" * (parts * recipe.accumulate * rows != recipe.batch_size)
     steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.steps_per_epoch} steps"
     steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
-    steps += f" of {recipe.batch_size} images" + (f", {parts} x {local} a {part}" if parts > 1 else "")
-    steps += f", in {recipe.accumulate} pieces of {local // recipe.accumulate}" if recipe.accumulate > 1 else ""
+    steps += f" of {recipe.batch_size} images" + (f", {parts} x {local}{most} a {part}" if parts > 1 else "")
+    steps += f", in {recipe.accumulate} pieces of {rows}{most}" if recipe.accumulate > 1 else ""
     singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
     outputs = f"{len(data.classes)} {singular if len(data.classes) == 1 else plural}"
     lines = {
@@ -75,6 +78,8 @@ def facts(run: Run) -> dict[str, str]:
         lines["look at"] = f"{run.tracker.path / contact_sheet.FILE}: images of each class as the model sees them"
     if (few := few_for_batch_norm(run)) is not None:
         lines["batchnorm"] = few
+    if advice := elastic_advice():
+        lines["torchrun"] = advice
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
         lines["warning"] = (
             f"set schedule.warmup_epochs=0: the warm-up is as long as the run, and lr never reaches {recipe.peak_lr:g}"

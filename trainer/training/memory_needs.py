@@ -13,6 +13,7 @@ from trainer.errors import DeviceMemoryError, TrainerError, is_out_of_memory, te
 from trainer.models.memory import USABLE, Resident, pass_of, size_of
 from trainer.optim.optimizers import optimizer_state
 from trainer.recipe import Recipe
+from trainer.recipe.checks import divides, most_rows
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.readable import as_size
 from trainer.training.initial_model import model_of
@@ -28,14 +29,15 @@ def bytes_of_sample(model: nn.Module, recipe: Recipe, shape: Sequence[int]) -> f
     return (four - two) / 2 * (0.5 if recipe.precision in AUTOCAST else 1.0)
 
 
-def pieces_that_fit(rows: int, accumulate: int, per_sample: float, room: float, multiple: int = 1) -> int | None:
-    """The fewest equal pieces of a rank's rows, at least `accumulate`, whose passes fit into `room` bytes.
+def pieces_that_fit(recipe: Recipe, count: int, least: int, per_sample: float, room: float) -> int | None:
+    """The fewest pieces of each of `count` shards, at least so many, whose passes fit into `room` bytes.
 
     Where nothing fits, the most pieces there can be, for the operating system has the last word; None where there are
     not so many.
     """
-    counts = [n for n in range(accumulate, rows + 1) if rows % n == 0 and rows // n % multiple == 0]
-    return next((n for n in counts if rows / n * per_sample <= room), counts[-1] if counts else None)
+    counts = [n for n in range(least, recipe.batch_size // count + 1) if divides(recipe, count, n)]
+    fitting = (n for n in counts if most_rows(recipe, count, n) * per_sample <= room)
+    return next(fitting, counts[-1] if counts else None)
 
 
 @contextmanager
@@ -67,18 +69,18 @@ def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
     # What fsdp.offload keeps on the host is not on the device that is full.
     kept = [[t for t in kind if t.device.type == world.device.type] for kind in kinds]
     resident = Resident(*(size_of(*kind) for kind in kept))
-    rows = recipe.batch_size // run.strategy.shard.count
+    count = run.strategy.shard.count
+    at_once = most_rows(recipe, count)
     per_sample = 0.0
     with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything while it is made
         model = model_of(recipe, run.task, run.datasets, starting=False)
         per_sample = bytes_of_sample(model, recipe, run.datasets.example(1).inputs.shape)
-    at_once = rows // recipe.accumulate
     total = total_memory(world.device)
     needs = f"weights, gradients and optimizer take {as_size(sum(resident))}"
     if per_sample and not staged:
         needs += f", a pass over a batch of {at_once} about {as_size(per_sample * at_once)}"
     room = USABLE * total / world.sharing() - sum(resident)
-    pieces = pieces_that_fit(rows, recipe.accumulate + 1, per_sample, room, recipe.augment.together)
+    pieces = pieces_that_fit(recipe, count, recipe.accumulate + 1, per_sample, room)
     words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
     if recipe.traits.micro_batches and not recipe.pipeline.recompute:
         words += ["pipeline.recompute=true"]

@@ -10,6 +10,7 @@ from trainer.data import Datasets
 from trainer.models.memory import COPIES, USABLE, size_of
 from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.recipe.checks import most_rows
 from trainer.telemetry.device_memory import free_memory
 from trainer.telemetry.readable import as_size
 from trainer.training.memory_needs import bytes_of_sample, pieces_that_fit
@@ -23,10 +24,10 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     Rank 0 decides for all. The global batch, and so the maths of a step, stays; images are not augmented, since none is
     decoded either.
     """
-    rows = recipe.batch_size // world.size
+    rows = most_rows(recipe, world.size, 1)
     per_image = bytes_of_sample(model, recipe, (data.channels, data.image_size, data.image_size))
     room = USABLE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
-    fitting = pieces_that_fit(rows, recipe.accumulate, per_image, room, recipe.augment.together)
+    fitting = pieces_that_fit(recipe, world.size, recipe.accumulate, per_image, room)
     pieces = world.broadcast_object(fitting or recipe.accumulate)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
@@ -37,7 +38,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
         say(
             f"  memory: {world.size} x {rows} images "
             f"need {as_size(per_image * rows * world.size)} of activations; "
-            f"accumulating {pieces} pieces of {rows // pieces} instead (accumulate={pieces})"
+            f"accumulating {pieces} pieces of {most_rows(recipe, world.size, pieces)} instead (accumulate={pieces})"
         )
     recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)
     return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)

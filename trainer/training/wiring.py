@@ -34,6 +34,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe, flatten
+from trainer.recipe.checks import most_rows
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
@@ -179,8 +180,8 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     model = initial_model(recipe, task, data, resolved.state, world, say)
     known = world.broadcast_object(resolved.tracker.known())
     facts = facts_of(model, resolved)
-    rows = recipe.batch_size // (resolved.shard.count * recipe.accumulate)
-    context = Context(recipe, world, task, data.example(rows), len(data.train), known=known, say=say)
+    example = data.example(most_rows(recipe, resolved.shard.count))
+    context = Context(recipe, world, task, example, len(data.train), known=known, say=say)
     strategy, optimizer, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)

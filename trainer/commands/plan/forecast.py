@@ -14,7 +14,7 @@ from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
-from trainer.recipe import STREAMS
+from trainer.recipe import STREAMS, checks
 from trainer.telemetry.readable import as_size, duration
 
 BACKWARD = 2 / 3  # of a pass, where the two were not measured apart; an all-reduce can hide behind it on a GPU
@@ -198,7 +198,7 @@ def over_device_counts(
     rows: list[ScalingFigures] = []
     recipe = layout.recipe
     for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
-        if recipe.batch_size % (count * recipe.accumulate * recipe.augment.together):
+        if not checks.divides(recipe, count):
             continue
         step = forecast(fake, replace(layout, processes=count), measured, bandwidth).step
         rate = recipe.batch_size / step

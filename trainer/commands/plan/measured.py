@@ -104,7 +104,7 @@ def _of_run(
             f"{key} is of mode={was.mode}, which mixes computing with copying the model: measure mode=single"
         )
     processes = result["world_size"]
-    rows = result["batch_size"] // (checks.shards(was, processes) * result["accumulate"])
+    rows = checks.most_rows(was, checks.shards(was, processes), result["accumulate"])
     step = result["step_time_s"]["mean"]
     shares = (result.get("verdict") or {}).get("step") or {"data": result["data_wait_fraction"] or 0.0}
     apart = {name: step * shares.get(name, 0.0) for name in ("data", "logging", "optimizer", "communication")}

@@ -90,6 +90,7 @@ def _batch(batch: BatchFigures) -> str:
     line = f"{batch.whole} global"
     if batch.shards > 1:
         line += f" = {batch.shards} x {batch.per_shard}"
+        line += " at most" * (batch.shards * batch.per_shard > batch.whole)
     if batch.accumulate > 1:
         line += f", in {batch.accumulate} pieces of {batch.per_pass}"
     if batch.microbatch not in (None, batch.per_pass):

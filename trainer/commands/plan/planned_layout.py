@@ -34,7 +34,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Images of one forward and backward pass of a shard: a pipeline cuts these into micro-batches."""
-        return self.recipe.batch_size // (self.shards * self.recipe.accumulate)
+        return checks.most_rows(self.recipe, self.shards)
 
     @property
     def kind(self) -> str:

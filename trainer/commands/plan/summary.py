@@ -29,7 +29,7 @@ from trainer.errors import RecipeError
 from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.optim.optimization import learning_rate, total_steps
 from trainer.recipe import Recipe, words_of
-from trainer.recipe.checks import refused_schedules, wider_batch
+from trainer.recipe.checks import most_rows, refused_schedules, wider_batch
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.telemetry.readable import as_size
 
@@ -104,7 +104,7 @@ def _batch(layout: Layout, images: DatasetFacts, cut: Cut | None) -> BatchFigure
     return BatchFigures(
         whole=recipe.batch_size,
         shards=layout.shards,
-        per_shard=recipe.batch_size // layout.shards,
+        per_shard=most_rows(recipe, layout.shards, 1),
         per_device=recipe.batch_size / len(layout.devices),
         accumulate=recipe.accumulate,
         per_pass=layout.rows,

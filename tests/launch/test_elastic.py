@@ -1,0 +1,127 @@
+"""A torchrun of the user's whose machines come and go."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+from tests.command_line import QUIET, environment, free_port, losses, ok, result, steps, trainer
+from tests.warm import Popen
+from trainer.processes.rank import LAUNCHER, elastic_advice, elastic_nodes
+
+
+@pytest.mark.parametrize(
+    ("typed", "variable", "nodes"),
+    [
+        (["--nnodes=1:4"], "", "1:4"),
+        (["--nnodes", "2:3", "--nproc_per_node=1"], "", "2:3"),
+        (["--nnodes=2"], "1:4", ""),  # what is typed counts
+        (["--nnodes=2:2"], "", ""),
+        ([], "1:4", "1:4"),
+        ([], "2", ""),
+        ([], "", ""),
+    ],
+)
+def test_a_rank_knows_whether_machines_may_come_and_go(typed, variable, nodes, monkeypatch, tmp_path):
+    sleeping = [sys.executable, "-c", "input()", *typed, "-m", "trainer"]
+    with subprocess.Popen(sleeping, stdin=subprocess.PIPE) as launcher:
+        ours = {"RANK": "0", "WORLD_SIZE": "1", LAUNCHER: str(launcher.pid), "PET_NNODES": variable}
+        for name, value in ours.items():
+            monkeypatch.setenv(name, value)
+        assert elastic_nodes() == nodes
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        told = elastic_advice()
+        assert ("--max-restarts=" in told and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told) == bool(nodes)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "9")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+        assert elastic_advice() == ""
+        if nodes == "1:4" and not variable:
+            done = trainer("recipe=digits", "output=x", env=ours, cwd=tmp_path)
+            assert done.returncode == 2 and "resume=auto" in done.stderr and len(done.stderr.splitlines()) == 1
+            assert not any(tmp_path.iterdir())
+        launcher.kill()
+
+
+SLOW = """
+import os, time
+from torch import nn
+from trainer import register_model
+
+class Pause(nn.Module):
+    def forward(self, x):
+        if self.training and "RANK" in os.environ:
+            time.sleep(0.3)
+        return x
+
+@register_model("slow")
+def build(num_classes, channels, image_size):
+    return nn.Sequential(
+        Pause(), nn.Conv2d(channels, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
+        nn.Flatten(), nn.Linear(8 * image_size ** 2, num_classes),
+    )
+"""
+
+
+def wait_for(seen, seconds=120):
+    until = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < until, "nothing came"
+        time.sleep(0.1)
+
+
+@pytest.mark.full("a minute and a half")
+def test_four_ranks_become_three_and_four_again(tmp_path):
+    """64 images are 16 on each of four ranks, and 22 + 21 + 21 on three. The machine that is lost has rank 0."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["recipe=digits", "plugin=slow", "model.name=slow", "batch_size=64", "epochs=3", "optimizer.lr=0.05"]
+    words += ["schedule.warmup_epochs=0", "ema=0.9", "save.every_steps=4", "timeout=60", *QUIET]
+    single, run, port = tmp_path / "single", tmp_path / "run", int(free_port())
+    ok(*words, "mode=single", f"output={single}", cwd=tmp_path)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    conf = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc_per_node=1", "--rdzv_id=t"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_conf={conf}"]
+    command += ["--local_addr=127.0.0.1", "--max_restarts=100", "-m", "trainer", *words, "mode=ddp"]
+    command += [f"output={run}", "resume=auto"]
+    settings = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    with ExitStack() as closing:
+        agents, logs = [], []
+
+        def join():
+            logs.append(tmp_path / f"agent{len(logs)}.txt")
+            with logs[-1].open("w") as log:
+                agents.append(Popen(command, env=settings, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path))
+            closing.callback(agents[-1].wait)
+            closing.callback(agents[-1].kill)
+
+        def reached(step, told):
+            said = "".join(log.read_text() for log in logs)
+            return told in said and (run / "steps.csv").exists() and len(steps(run)) >= step
+
+        for _ in range(4):
+            join()
+        wait_for(lambda: reached(10, "4 x cpu"))
+        assert "4 x cpu" in logs[0].read_text(), "rank 0"
+        agents[0].kill()
+        wait_for(lambda: reached(26, "'world_size': 3}"))
+        join()
+        assert [agent.wait(120) for agent in agents[1:]] == [0] * 4, [log.read_text() for log in logs]
+        told = "".join(log.read_text() for log in logs)
+    changes = re.findall(r"saved as .*?'world_size': (\d).* continued as .*?'world_size': (\d)", told)
+    assert changes[-2:] == [("4", "3"), ("3", "4")], changes  # before that some may have begun without the others
+    assert [row["step"] for row in steps(run)] == [row["step"] for row in steps(single)]
+    assert losses(run) == pytest.approx(losses(single), rel=1e-4)
+    one, two = (load_file(folder / "last.safetensors") for folder in (single, run))
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
+    assert result(run)["val_loss"] == pytest.approx(result(single)["val_loss"], rel=1e-4)
+    del store

@@ -192,7 +192,7 @@ def turned_on(option):
     if option == PLAIN:
         return []
     key, value = OPTIONS[option]
-    return [f"{key}={json.dumps(value)}"]
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
 def refusal(option, column):
@@ -255,14 +255,14 @@ os._exit(0)
 """
 
 
-def in_turn(jobs, count, folder, timeout):
+def in_turn(jobs, count, folder, timeout, env=None):
     """Train several recipes in `count` ranks: (exit code, line) of each, by name. Stops at the first that breaks."""
     folder.mkdir()
     (folder / "script.py").write_text(IN_TURN)
     (folder / "jobs.json").write_text(json.dumps(list(jobs.items())))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
     command = [sys.executable, *launcher, str(folder / "script.py"), str(folder / "jobs.json")]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    done = warm.run(command, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout)
     ended = [json.loads(line.removeprefix("ended ")) for line in done.stdout.splitlines() if line.startswith("ended ")]
     assert ended, done.stderr
     return {name: (code, line) for name, code, line in ended}

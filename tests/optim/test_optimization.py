@@ -1,6 +1,7 @@
 """Learning rate against torch's schedulers, the finite guard, clipping, the moving average."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ class Alone(Strategy):
     """A strategy around a module, without a world."""
 
     def __init__(self, module):
-        self.module = module
+        self.module, self.world = module, ALONE
         self._parameters = list(module.parameters())
 
 
@@ -106,6 +107,52 @@ def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     assert not torch.equal(before, untrained)
     assert torch.equal(step(poison=True), before) and updater.bad.item() == 1
     assert torch.equal(step(poison=False), before), "the flag is sticky: later updates are skipped as well"
+
+
+class Several(Alone):
+    """Beside ranks of which one may have found something."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.elsewhere, self.world = 0.0, SimpleNamespace(max_=lambda flag: flag.clamp_(min=self.elsewhere))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+def test_steps_that_are_not_finite_are_left_out_as_far_as_they_are_tolerated(name, precision):
+    """Whether the gradient, the loss alone or another rank's shows it: nothing of such a step stays."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    words = [f"optimizer.name={name}", f"precision={precision}", "optimizer.weight_decay=0.1", "on_nonfinite=skip:4"]
+    recipe = load(None, *words)
+    named = dict(model.named_parameters())
+    optimizer = build_optimizer(named, recipe.optimizer, roles_of(model, recipe))
+    updater, strategy = updater_of(optimizer, recipe), Several(model)
+
+    def step(inputs=1.0, loss=0.0, elsewhere=0.0, overflow=1.0):
+        updater.begin(strategy)
+        strategy.elsewhere = elsewhere
+        passed = model(torch.randn(8, 3) * inputs).square().sum()
+        optimizer.zero_grad()
+        ((updater.scaler.scale(passed) if updater.scaler else passed) * overflow).backward()
+        updater.step(passed.detach() + loss, strategy, want_norm=False)
+        return updater.counted(passed.detach())
+
+    def state():
+        tensors = [*model.state_dict().values(), *optimizer_state(optimizer, named).values()]
+        return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
+
+    for bad in ({"inputs": math.nan}, {"loss": math.inf}, {"elsewhere": 1.0}, {"inputs": math.inf}):
+        before = state()
+        assert step().isfinite() and not torch.equal(state(), before), "a step that is finite counts"
+        before = state()
+        assert step(**bad).isnan() and torch.equal(state(), before), bad
+    if precision == "fp16":
+        assert step(overflow=math.inf).isfinite(), "an overflow is the scaler's"
+    assert updater.skipped.item() == 4 and not updater.is_bad()
+    before = state()
+    step(inputs=math.nan)
+    assert updater.is_bad()
+    assert step().isnan() and torch.equal(state(), before), "one too many: later updates are skipped as well"
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -125,7 +125,7 @@ def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: st
 
 def test_every_key_that_takes_text_is_among_those() -> None:
     texts = {key for key, kinds in reflection.kinds().items() if str in kinds and list not in kinds}
-    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
+    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb", "on_nonfinite"}
 
 
 def test_drawn_texts_come_back(tmp_path: Path, full: bool) -> None:

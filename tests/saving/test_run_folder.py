@@ -224,7 +224,15 @@ def test_a_file_in_the_way(tmp_path):
 
 def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     def row(step):
-        return {"step": step, "epoch": 0, "seconds": 1, "train_loss": 0.5, "lr": 0.1, "samples_per_sec": 9}
+        return {
+            "step": step,
+            "epoch": 0,
+            "seconds": 1,
+            "train_loss": 0.5,
+            "lr": 0.1,
+            "samples_per_sec": 9,
+            "skipped": 0,
+        }
 
     first = StepsFile(tmp_path, 0)
     for step in (1, 2, 3):
@@ -267,7 +275,7 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     SIDE[damage](path)
     said = []
     file = StepsFile(tmp_path, 10, said.append)
-    file.add(dict(zip(STEP_COLUMNS, (11, 0, 1, 0.5, 0.1, 9), strict=True)))
+    file.add(dict(zip(STEP_COLUMNS, (11, 0, 1, 0.5, 0.1, 9, 0), strict=True)))
     file.close()
     with path.open(newline="") as new:
         assert [int(row["step"]) for row in csv.DictReader(new)] == ([1, 2] if appended else []) + [11]

@@ -65,7 +65,15 @@ def test_plain_lines_and_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
     tracker = Tracker(recipe, RunFolder(recipe))
     tracker.start(Position(0, 0, 0), 1000, "top1")
-    row = {"step": 5, "epoch": 1, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1, "samples_per_sec": 1234.5}
+    row = {
+        "step": 5,
+        "epoch": 1,
+        "seconds": 1.0,
+        "train_loss": 0.25,
+        "lr": 0.1,
+        "samples_per_sec": 1234.5,
+        "skipped": 0,
+    }
     tracker.step(row)
     for step in range(1, 131):
         now[0] += 1.0
@@ -83,7 +91,7 @@ def test_plain_lines_and_files(tmp_path, capsys, monkeypatch):
     ]
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
-    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5"
+    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5,0"
 
 
 def test_a_row_of_many_metrics_fits(tmp_path, capsys):

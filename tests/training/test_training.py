@@ -26,6 +26,7 @@ from tests.command_line import QUIET, WHOLE, environment, losses, ok, result, st
 from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
+from trainer.saving.steps_file import STEP_COLUMNS
 from trainer.telemetry.clocks import Ledger
 
 SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
@@ -117,7 +118,7 @@ def test_what_a_run_leaves_behind(reference):
     assert found["status"] == "completed" and found["steps"] == 20 and found["data"]["val_samples"] == 360
     assert found["throughput"]["samples_per_sec"] > 0 and found["step_time_s"]["p95"] > 0
     assert 0 <= found["data_wait_fraction"] < 1 and found["peak_memory_bytes"]["cpu"] > 2**20
-    assert steps(reference)[0].keys() == {"step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec"}
+    assert steps(reference)[0].keys() == {*STEP_COLUMNS}
 
 
 def test_tensorboard_holds_the_designs_tags(reference):

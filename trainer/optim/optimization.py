@@ -63,6 +63,10 @@ class Updater:
     `bad` is a sticky flag on the device: from the first gradient that is not finite on, optimizers skip every
     update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
     skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
+
+    Where the recipe tolerates steps that are not finite, all ranks leave out the same ones, and `bad` is one too many.
+    Of such a step nothing stays in weights, optimizer and buffers; it counts as a step, for the learning rate and the
+    moving average too, as one that fp16 skips.
     """
 
     def __init__(
@@ -75,41 +79,67 @@ class Updater:
         """`scaler` is the one that scales losses; see `loss_scaler`."""
         self.optimizer = optimizer
         self.limit = recipe.clip_grad_norm
-        self.bad = torch.zeros((), device=device)
+        self.tolerated = recipe.tolerated
+        self.found = torch.zeros((), device=device)  # whether this step is not finite, or one since the first step
+        self.bad = torch.zeros((), device=device) if self.tolerated else self.found
+        self.skipped = torch.zeros((), device=device)  # how many steps were, where some are tolerated
+        self._buffers: list[list[Tensor]] = []  # by their device and type
+        self._before: list[Tensor] = []  # their values before this step, in a row
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A split model has parameters on several devices: a flag each, and `bad` is their maximum. A scale of 1.
+        # A split model has parameters on several devices: a flag each, and `found` is their maximum. A scale of 1.
         self.parts = [
             (
                 [p for p in self.parameters if p.device == where],
-                self.bad if where == device else torch.zeros((), device=where),
+                self.found if where == device else torch.zeros((), device=where),
                 torch.ones((), device=where),
             )
             for where in dict.fromkeys(p.device for p in self.parameters)
         ]
         self.scaler = scaler
         if self.scaler is not None:
-            self.scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
+            self.scaler.scale(self.found)  # its state exists from here on, on ranks without a loss too
+
+    def begin(self, strategy: Strategy) -> None:
+        """A step begins: where it may have to be skipped, keep what its forward passes change, as BatchNorm's."""
+        if not self.tolerated:
+            return
+        if not self._buffers:
+            groups: dict[Any, list[Tensor]] = {}
+            for buffer in strategy.named_buffers().values():
+                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            self._buffers = [*groups.values()]
+        self._before = [_flat(group) for group in self._buffers]
 
     def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
         """One optimizer step on the gradients there are.
 
         Args:
-            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do.
+            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do. Where steps
+                may be skipped it does in all of them.
             strategy: gives the whole model's gradient norm and spreads flags over its parts.
             want_norm: compute the norm although nothing is clipped.
 
         Returns:
             The gradient's norm before clipping, where it was computed.
         """
+        if self.tolerated:
+            for flag in (self.found, *(flag for _, flag, _ in self.parts)):
+                flag.zero_()
         if self.scaler is None:
             for parameters, flag, scale in self.parts:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)
-            _merge(self.bad, (flag for _, flag, _ in self.parts))
-            strategy.reduce_overflow(self.bad)
-            self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
+            _merge(self.found, (flag for _, flag, _ in self.parts))
+            if self.tolerated:
+                self._agree(loss, strategy)
+            else:
+                strategy.reduce_overflow(self.found)
+            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
         else:
-            self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
+            if self.tolerated:
+                self._agree(loss, strategy)
+            else:
+                self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
             if not flags:  # a stage that is frozen
@@ -118,6 +148,8 @@ class Updater:
             _merge(first, others)
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()
+            if self.tolerated:
+                _merge(first, [self.found])
             strategy.reduce_overflow(first)
         norm = strategy.grad_norm() if want_norm or self.limit is not None else None
         if self.limit is not None and norm is not None:
@@ -127,7 +159,23 @@ class Updater:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        for group, before in zip(self._buffers, self._before, strict=True):
+            kept = torch.where(self.found.to(before.device) > 0, before, _flat(group))
+            pieces = torch.split(kept, [buffer.numel() for buffer in group])
+            torch._foreach_copy_(group, [piece.view(b.shape) for piece, b in zip(pieces, group, strict=True)])
         return norm
+
+    def _agree(self, loss: Tensor, strategy: Strategy) -> None:
+        """Whether all ranks skip this step: one of them found what is not finite, now or once too often before."""
+        self.found.copy_(torch.maximum(self.found, 1 - torch.isfinite(loss).float().to(self.found.device)))
+        strategy.world.max_(self.found)
+        self.skipped += self.found
+        self.bad = (self.skipped > self.tolerated).float()
+        self.found.copy_(torch.maximum(self.found, self.bad))
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """The last step's loss as it is logged: NaN on every rank where the step was skipped as not finite."""
+        return torch.where(self.found.to(loss.device) > 0, torch.nan, loss) if self.tolerated else loss
 
     def is_bad(self) -> bool:
         """Whether training has failed; waits for the device."""
@@ -145,6 +193,10 @@ class Updater:
         for name, tensor in self.state().items():
             if name in saved:
                 tensor.copy_(saved[name])
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`.
+"""Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`, or several with commas.
 
 Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (a step's inputs), `oom` and `full` (raise what
 torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`; `save#1` is
@@ -38,9 +38,9 @@ def fault(place: object, moment: object) -> bool:
 
     Returns True when the kind is one that the caller must act out itself (`nan`).
     """
-    kind, _, where = os.environ.get("TRAINER_FAULT", "").partition("@")
-    if where not in (f"{place}:{moment}", f"{place}#{os.environ.get('RANK', '0')}:{moment}"):
-        return False
+    here = (f"{place}:{moment}", f"{place}#{os.environ.get('RANK', '0')}:{moment}")
+    faults = dict(fault.partition("@")[::2][::-1] for fault in os.environ.get("TRAINER_FAULT", "").split(","))
+    kind = next((kind for where, kind in faults.items() if where in here), None)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":

@@ -24,6 +24,7 @@ from trainer.recipe.kinds import (
     Freeze,
     Logger,
     MicroBatches,
+    OnNonfinite,
     PixelRange,
     Positive,
     Probability,
@@ -331,6 +332,9 @@ class Recipe(_Section):
         None, "decay of a moving average of the weights; lower in the first steps", 0.999, gt=0, lt=1
     )
     clip_grad_norm: float | None = key(None, "clip the gradient norm to this", 1.0, gt=0, allow_inf_nan=False)
+    on_nonfinite: OnNonfinite = key(
+        "stop", "if a loss or gradient is not finite: stop, or skip:N to leave out up to N such steps", "skip:3"
+    )
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     ddp: DdpRecipe = DdpRecipe()
@@ -361,6 +365,11 @@ class Recipe(_Section):
     def traits(self) -> Traits:
         """The properties of the mode."""
         return TRAITS[self.mode]
+
+    @property
+    def tolerated(self) -> int:
+        """How many steps of the run may be skipped because a loss or gradient was not finite."""
+        return int(self.on_nonfinite.partition(":")[2] or 0)
 
     @property
     def peak_lr(self) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 from trainer.saving.files import AppendFile, draft_of, opened, put, why
 
-STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec")
+STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec", "skipped")
+HEADS = [",".join(STEP_COLUMNS[:count]).encode() for count in (6, 7)]  # older files do not tell of skipped steps
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
@@ -25,7 +26,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
         OSError: it cannot be read, or is far larger than any run's.
     """
     by_step: dict[int, dict[str, str]] = {}
-    bad, head = 0, ",".join(STEP_COLUMNS).encode()
+    bad = 0
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_STEPS_FILE:
             raise OSError(errno.EFBIG, f"it is larger than {MAX_STEPS_FILE:,} bytes")
@@ -37,14 +38,15 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
             elif (row := _row(line)) is not None:
                 by_step[int(row["step"])] = row
             else:
-                bad += line.strip() != head
+                bad += line.strip() not in HEADS
     return [by_step[step] for step in sorted(by_step)], bad
 
 
 def _row(line: bytes) -> dict[str, str] | None:
     """A line of steps.csv; None where it is none."""
     cells = line.rstrip(b"\r\n").split(b",")
-    numbers = [*cells[:-1], cells[-1] or b"0"]  # speed is empty while a run warms up
+    cells += [b"0"] * (len(cells) == len(STEP_COLUMNS) - 1)
+    numbers = [cell or b"0" * (place == 5) for place, cell in enumerate(cells)]  # no speed while a run warms up
     if len(cells) != len(STEP_COLUMNS) or not all(_NUMBER.fullmatch(cell) for cell in numbers):
         return None
     row = dict(zip(STEP_COLUMNS, (cell.decode() for cell in cells), strict=True))

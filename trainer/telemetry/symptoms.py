@@ -45,6 +45,7 @@ class Facts:
         labelled: whether the labels of the training images are known, so that classes can be balanced.
         throughput: of the run so far.
         strain: of the machine.
+        skipped: steps that were left out because a loss or gradient was not finite.
     """
 
     over: bool
@@ -62,6 +63,7 @@ class Facts:
     labelled: bool = False
     throughput: Throughput | None = None
     strain: Strain = field(default_factory=Strain)
+    skipped: Sequence[int] = ()
 
     @property
     def guessing(self) -> float | None:
@@ -93,9 +95,7 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
     losses, settled, guess = facts.losses, facts.settled, facts.guessing
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
-    lower = _tried(
-        recipe, f"optimizer.lr={_lower(recipe):g}", *(["clip_grad_norm=1"] * (recipe.clip_grad_norm is None))
-    )
+    lower = _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
     last, least = losses[-1], min(losses)
     # In a warm-up a loss may begin high, and does not come back there from below.
     astray = last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))
@@ -108,6 +108,15 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
         course = f"from {least:.4g} in epoch {losses.index(least) + 1} to {last:.4g} now"
         return f"the loss grows, {course}: lower optimizer.lr{lower}"
     return None
+
+
+def _not_finite(facts: Facts, recipe: Recipe) -> str | None:
+    if not (count := len(facts.skipped)):
+        return None
+    which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (count > 5)
+    text = f"a loss or gradient was not finite in {count} step{'s' * (count > 1)} ({which}), which "
+    text += "were left out" if count > 1 else "was left out"
+    return text + _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
@@ -223,6 +232,7 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
+    "not finite": _not_finite,
     "loss": _loss,
     "accuracy": _accuracy,
     "memorised": _memorised,
@@ -239,6 +249,10 @@ CAUSES = {"loss": "accuracy", "never predicted": "memorised"}  # why something i
 
 def _lower(recipe: Recipe) -> float:
     return float(f"{recipe.optimizer.lr / 10:.3g}")
+
+
+def _clips(recipe: Recipe) -> list[str]:
+    return ["clip_grad_norm=1"] * (recipe.clip_grad_norm is None)
 
 
 def _balances(recipe: Recipe) -> list[str]:

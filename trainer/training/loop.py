@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack, suppress
 from typing import cast
@@ -95,6 +96,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         for group in groups:
             group["lr"] = lr * group["rate"]
         waited, loss = 0.0, None
+        run.updater.begin(strategy)
         for micro in range(recipe.accumulate):
             run.timer.ask()
             batch = next(batches)
@@ -111,7 +113,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         strategy.after_step(step)
         if run.average is not None:
             run.average.update(step)
-        unlogged.append(loss)
+        unlogged.append(run.updater.counted(loss))
         run.timer.step(waited)
         run.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
@@ -119,11 +121,11 @@ def train_epoch(run: Run, epoch: int) -> None:
         if log or save or step >= sync.next:
             agreed = sync.after_step(log)
             agreed.check(run)
-            over, mean = agreed.late, agreed.loss / len(unlogged)
+            over, mean = agreed.late, agreed.mean
             with run.ledger.span("logging"):
                 if log:
                     history.epoch_loss += agreed.loss
-                    history.epoch_steps += len(unlogged)
+                    history.epoch_steps += agreed.steps
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
                     over |= not reporting.report_step(run, mean, lr, agreed.window)
@@ -147,6 +149,8 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
+    elif len(history.losses) == epoch and history.nonfinite:  # every step was skipped
+        history.losses.append(math.nan)
     if run.recipe.pipeline.timeline:
         steps = run.strategy.timeline()
         if steps and tracker.path is not None:

@@ -5,6 +5,7 @@ Nothing here waits for a device; what other ranks know has come with the epoch's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,17 @@ def note_classes(run: Run, sums: Sums) -> None:
     if {"actual", "predicted"} <= sums.whole.keys() and type(run.task).metrics is Classification.metrics:
         counts = {name: sums.whole[name].long().tolist() for name in ("actual", "predicted")}
         run.noticed.classes = [*run.noticed.classes, counts][-2:]
+
+
+def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
+    """Tell of steps that were skipped as not finite, and remember them; those that are known already are no news."""
+    known, allowed = run.history.nonfinite, run.recipe.tolerated
+    fresh = sorted({*steps} - {*known})[: max(0, allowed + 1 - len(known))]  # after one too many all are left out
+    known += fresh
+    if fresh and len(known) <= allowed:
+        run.noticed.told.add("not finite")
+        text = f"step {', '.join(map(str, fresh))}: a loss or gradient was not finite, so all ranks left it out"
+        run.tracker.facts({"warning": f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})"})
 
 
 def worst(strains: Sequence[Strain]) -> Strain:
@@ -62,12 +74,13 @@ def _facts(run: Run, over: bool) -> Facts:
         warmup=round(recipe.schedule.warmup_epochs * run.steps_per_epoch),
         throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
+        skipped=run.history.nonfinite,
     )
     if run.datasets.synthetic:  # made-up images teach nothing
         return facts
     facts = replace(
         facts,
-        losses=history.losses,
+        losses=[loss for loss in history.losses if math.isfinite(loss)],  # of an epoch that was left out it is NaN
         classes=task.outputs() if unweighted else None,
         names=run.datasets.classes,
         validation=history.latest,

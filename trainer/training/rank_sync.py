@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
-from trainer.training import snapshots
+from trainer.training import noticing, snapshots
 from trainer.training.run import Run
 from trainer.training.speed_test import SECONDS
 
@@ -19,7 +19,8 @@ class Agreed:
 
     Attributes:
         loss: summed over the ranks and over the steps since the last logged one; 0 within an evaluation.
-        finite: whether all losses and gradients were.
+        steps: of which it is the sum: those that were not skipped as not finite.
+        finite: whether all losses and gradients of these were.
         stop: the signal to stop at, if one came.
         late: whether a mere measurement of speed has used up its time.
         save: whether it is time to.
@@ -27,11 +28,17 @@ class Agreed:
     """
 
     loss: float
+    steps: int
     finite: bool
     stop: type[TrainerError] | None
     late: bool
     save: bool
     window: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    @property
+    def mean(self) -> float:
+        """Loss of a step; NaN where all were skipped."""
+        return self.loss / self.steps if self.steps else math.nan
 
     def check(self, run: Run) -> None:
         """
@@ -39,9 +46,11 @@ class Agreed:
             NotFiniteError: on every rank, if on any.
         """
         if not self.finite:
+            once_more = f", once more than on_nonfinite={run.recipe.on_nonfinite} allows" * bool(run.recipe.tolerated)
             raise NotFiniteError(
-                f"a loss or gradient was not finite at step {run.position.step} or shortly before; nothing was saved "
-                f"over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
+                f"a loss or gradient was not finite at step {run.position.step} or shortly before{once_more}; nothing "
+                f"was saved over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or "
+                "clip_grad_norm=1"
             )
 
 
@@ -61,7 +70,10 @@ class RankSync:
         """Synchronise after a training step, with the losses since the last logged one."""
         run, step = self.run, self.run.position.step
         run.world.heartbeat()
-        loss = math.fsum(torch.stack(run.unlogged).tolist())
+        by_step = dict(enumerate(torch.stack(run.unlogged).tolist(), step - len(run.unlogged) + 1))
+        if run.recipe.tolerated:
+            noticing.note_skipped_steps(run, [number for number, loss in by_step.items() if math.isnan(loss)])
+        losses = [loss for number, loss in by_step.items() if number not in run.history.nonfinite]
         bad = run.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
         run.ledger.note_steps(steps, seconds, waited)
@@ -69,12 +81,21 @@ class RankSync:
             before = self._window
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
         with run.ledger.span("logging"):
-            agreed = self.exchange(step, seconds / max(1, steps), loss, bad, first=run.timer.seen <= max(1, steps))
+            first = run.timer.seen <= max(1, steps)
+            agreed = self.exchange(step, seconds / max(1, steps), math.fsum(losses), len(losses), bad, first)
         if log:
             self._window = (0, 0.0, 0.0)
         return agreed
 
-    def exchange(self, done: int, seconds: float, loss: float = 0.0, bad: bool = False, first: bool = False) -> Agreed:
+    def exchange(
+        self,
+        done: int,
+        seconds: float,
+        loss: float = 0.0,
+        steps: int = 0,
+        bad: bool = False,
+        first: bool = False,
+    ) -> Agreed:
         """Send all ranks what this one knows, and set when to synchronise next.
 
         Args:
@@ -98,7 +119,7 @@ class RankSync:
         if not first and (slow := run.interrupts.too_slow(seconds)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
-        return Agreed(loss, not wrong and math.isfinite(loss), stop, over > 0, save > 0, window)
+        return Agreed(loss, steps, not wrong and math.isfinite(loss), stop, over > 0, save > 0, window)
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:

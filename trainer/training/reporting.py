@@ -57,6 +57,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "train_loss": loss,
             "lr": lr,
             "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
+            "skipped": len(run.history.nonfinite),
         }
     )
     run.tracker.scalars(values | figures, run.position.step)
@@ -294,6 +295,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "mfu": mfu,
             "pipeline": None,
             "losses": history.losses,
+            "nonfinite_steps": len(history.nonfinite),
             "logged": history.logged,
             "seconds": run.seconds(),
             "seconds_in": parts(run),

@@ -79,7 +79,8 @@ class Result(Metrics):
         dict[str, Any] | None,
         "`stages`, `cuts`, `microbatches`, the bubble and more; null if the model is in one piece",
     ]
-    losses: Annotated[list[float], "mean training loss of each epoch"]
+    losses: Annotated[list[float | None], "mean training loss of each epoch"]
+    nonfinite_steps: Annotated[int, "steps left out because a loss or gradient was not finite: see on_nonfinite"]
     logged: Annotated[dict[str, float | None], "last values of what your callbacks logged, by name"]
     seconds: Annotated[float, "of the whole run, before and after interruptions"]
     seconds_in: Annotated[

@@ -100,6 +100,7 @@ def _restore(run: Run, state: checkpoint.State) -> None:
     history = state.facts["history"]
     # Before there were tasks, the best was a top-1 accuracy by name.
     run.history = _HISTORY.validate_python({**history, "best": history.get("best", history.get("best_top1"))})
+    run.updater.skipped.fill_(min(run.recipe.tolerated, len(run.history.nonfinite)))  # the next one is one too many
     run.tracker.say(f"resuming at step {run.position.step} of {run.total_steps}")
     if run.history.lr_factor != 1:
         run.tracker.say(f"  learning rate: {run.history.lr_factor:.3g} times the schedule's, as a callback chose")
@@ -179,4 +180,4 @@ def _sum_losses(run: Run, state: checkpoint.State) -> None:
     """Losses since the last logged step, saved by other ranks than there are now: rank 0 takes their sum."""
     size = state.facts["topology"]["world_size"]
     total = torch.stack([_of_rank(state, rank)["unlogged"] for rank in range(size)]).sum(0).to(run.world.device)
-    run.unlogged = list((total if run.world.is_main else torch.zeros_like(total)).unbind())
+    run.unlogged = list((total if run.world.is_main else total * 0).unbind())  # a skipped step's is NaN on all ranks

@@ -40,6 +40,7 @@ class History:
     skipped: int = 0  # unreadable images
     uncached: int = 0  # photos that a cache did not give
     logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
+    nonfinite: list[int] = field(default_factory=list)  # steps that were skipped as not finite
     lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
 
 

@@ -87,7 +87,7 @@ def elastic_advice() -> str:
     missing = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"] * (shared == "True")
     missing += ["--max-restarts=100"] * (given_up == "0")
     both = " and ".join(missing)
-    return both and f"start it on every machine with {both}: else a machine that joins or leaves ends the others too"
+    return both and f"start it on every machine with {both}: else one that joins or leaves can end the others too"
 
 
 def start_of(pid: int) -> int:

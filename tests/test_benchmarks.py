@@ -14,6 +14,7 @@ COMMANDS = [
     "averaging.py --workers 2 --every 5 --epochs 1 --seeds 1",
     "compare_verdicts.py --comparisons 1 --repeats 2 --steps 20 --batch 16",
     "fork_hang.py --rounds 1 --workers 1 --limit 5",
+    "goodput.py --minutes 1 --each 0.4",
     "images_per_second.py --model resnet18 --size 32 --batch 4 --steps 6 --rounds 1",
     "launches.py --models cnn --modes single --batch 4",
     "loop_cost.py --steps 60 --pairs 1",

@@ -41,7 +41,7 @@ SAVING = """
     from trainer.processes import silence
     silence.watch(1000.0)
     with interrupts.saving():
-        wait = silence.begin() if {waits} else None
+        wait = silence.begin(None, print) if {waits} else None
         time.sleep(8)
     sys.exit(40)
 """

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+from trainer.errors import PeerError
 from trainer.processes import silence
 
 
@@ -15,7 +16,7 @@ def looked_at(work, looks=8):
     waits = []
 
     def run():
-        waits.append(silence.Wait(2.5))
+        waits.append(silence.Wait(2.5, print))
         work()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -47,9 +48,19 @@ def test_who_waits_for_another_process_is_not_given_up():
 
 def test_outside_of_a_group_nothing_is_watched(monkeypatch):
     monkeypatch.setattr(silence, "_limits", [])
-    assert silence.begin() is None and silence.end(None) is None
+    assert silence.begin(None, print) is None and silence.end(None) is None
     monkeypatch.setattr(silence, "_limits", [7.0])
-    wait, longer = silence.begin(), silence.begin(9.0)
+    wait, longer = silence.begin(None, print), silence.begin(9.0, print)
     assert (wait.limit, longer.limit) == (7.0, 9.0)
     longer.over = True
     assert silence.end(wait) is None and silence.end(longer) == 9.0
+
+
+def test_a_rank_leaves_where_gloo_raises_nothing():
+    """As for a connection to another node that was closed between two operations."""
+    program = "import time; from trainer.processes import peers, silence; silence.watch(1.0)\n"
+    program += "with peers.lost_peers(): time.sleep(600)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == PeerError.code
+    assert "lost another rank" in done.stderr and "timed out after 1000 ms" in done.stderr
+    assert "Current thread" in done.stderr or "most recent call first" in done.stderr  # the stacks

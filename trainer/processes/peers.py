@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainer.devices import health
 from trainer.errors import PeerError, SetupError, TrainerError, is_out_of_memory
 from trainer.processes import interrupts, silence, stacks
+from trainer.processes.terminal import plain
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ class lost_peers:
         """Gives `torch.distributed`, which is not imported before."""
         import torch.distributed as dist
 
-        self._wait = silence.begin(self._patience)
+        self._wait = silence.begin(self._patience, leave_silent_peers)
         return dist
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
@@ -47,11 +49,28 @@ class lost_peers:
         if setting is not None:
             raise SetupError(setting) from error
         if waited or is_broken_collective(error):
-            cause = TimeoutError(f"timed out after {1000 * waited:.0f} ms") if waited else error
-            line = f"rank {os.environ.get('RANK', '0')}: lost another rank (it died, or was silent for `timeout`): "
-            line += summary_line(cause)
+            cause = timed_out(waited) if waited else error
+            line = lost(cause)
             silent = "time" in str(cause).lower() and dist.is_initialized()  # a peer that never came left no trace here
             raise PeerError(line + (stacks.dump(line) if silent else "")) from cause
+
+
+def timed_out(seconds: float) -> TimeoutError:
+    """As gloo would say it."""
+    return TimeoutError(f"timed out after {1000 * seconds:.0f} ms")
+
+
+def lost(cause: BaseException) -> str:
+    """The line of a rank that cannot go on without another."""
+    rank = os.environ.get("RANK", "0")
+    return f"rank {rank}: lost another rank (it died, or was silent for `timeout`): {summary_line(cause)}"
+
+
+def leave_silent_peers(seconds: float) -> None:
+    """End this process, where a collective neither ends nor raises after so many seconds of silence."""
+    line = lost(timed_out(seconds))
+    print(f"trainer: {plain(line + stacks.dump(line))}", file=sys.stderr)
+    interrupts.exit_now(PeerError.code)
 
 
 def is_broken_collective(error: BaseException) -> bool:

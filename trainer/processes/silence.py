@@ -3,7 +3,8 @@
 gloo's own limit runs on while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer), and it never uses a
 connection again that it has given up. So gloo gets a limit of a year, and a thread counts the seconds in which a
 waiting thread uses no processor. At the limit it shuts down what this process reads from others, and gloo raises in the
-waiting thread, as it does when a peer dies.
+waiting thread, as it does when a peer dies. Of a connection that was closed between two operations gloo raises nothing:
+then the thread that counts ends this process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 FOR_EVER = datetime.timedelta(days=365)
 TICK = 0.25  # seconds
 POLL = 0.1  # seconds between two looks at a thread that may hang
+LEFT_TO_RAISE = 3.0  # seconds, for gloo, once nothing can be read any more
 BUSY = 0.001  # seconds of a processor within a tick: this thread works
 
 
@@ -51,6 +53,7 @@ class Wait:
     """A block of a thread that may wait for other ranks."""
 
     limit: float  # seconds
+    leave: Callable[[float], object]  # ends this process; gets the limit
     thread: int = field(default_factory=threading.get_ident)
     silent: float = 0.0
     over: bool = False
@@ -88,11 +91,11 @@ def watch(limit: float) -> datetime.timedelta:
     return FOR_EVER
 
 
-def begin(limit: float | None = None) -> Wait | None:
+def begin(limit: float | None, leave: Callable[[float], object]) -> Wait | None:
     """This thread may wait for other ranks from here on: so many seconds, or as long as the group's limit says."""
     if not _limits:
         return None
-    _waits.append(Wait(limit or _limits[0]))
+    _waits.append(Wait(limit or _limits[0], leave))
     return _waits[-1]
 
 
@@ -116,6 +119,9 @@ def _count() -> None:
         awake = clock.seconds()
         if any([wait.look(awake - before) for wait in list(_waits)]):
             _shut_down_reads()
+        for wait in list(_waits):
+            if wait.silent >= wait.limit + LEFT_TO_RAISE:
+                wait.leave(wait.limit)
         before = awake
 
 

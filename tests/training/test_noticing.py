@@ -7,12 +7,15 @@ import textwrap
 
 import pytest
 
-from tests.command_line import ok, result, suggested
+from tests.command_line import losses, ok, result, suggested
+from tests.telemetry.event_values import scalars
 from trainer.recipe import load
+from trainer.saving.journal import read_journal
 
 SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "threads=1"]
 MACHINE = {"cores", "rate", "throttled"}
 DIGITS = ["recipe=digits_single", *SMALL]
+CHARTED = [word for word in SMALL if "tensorboard" not in word]
 MADE = """
     import torch
     from trainer import register_dataset
@@ -150,6 +153,88 @@ def test_a_machine_that_cannot_compute(tmp_path):
     for words in (["other programs", "55%", "type top"], ["cuda:1 by heat", "type nvidia-smi"]):
         [line] = [line for line in meanwhile if words[0] in line]
         assert all(word in line and word in end["verdict"]["sentence"] for word in words)
+
+
+JUMPS = """
+    from torch import nn
+    from trainer import register_model
+
+    class Jumps(nn.Sequential):
+        passes = 0
+
+        def forward(self, images):
+            out = super().forward(images)
+            self.passes += self.training
+            return out + 99 * out.detach() if self.passes in range(50, 53) else out
+
+    @register_model("jumps")
+    def jumps(num_classes, channels, image_size):
+        return Jumps(nn.Flatten(), nn.Linear(channels * image_size ** 2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+"""
+
+
+def test_a_loss_that_jumps_is_marked(tmp_path):
+    """At once, at its step, in the journal and in TensorBoard; among the warnings also where it has come back."""
+    (tmp_path / "jumping.py").write_text(textwrap.dedent(JUMPS))
+    words = ["recipe=digits_single", "plugin=jumping", *CHARTED, "logging.every_steps=1", "max_steps=80"]
+    meanwhile, end = trained(tmp_path, *words, "model.name=jumps", "optimizer.lr=0.05", "ema=null")
+    [line] = [line for line in meanwhile if "jumped" in line]
+    assert learning(end) == {"loss jumped"} and line == end["warnings"]["loss jumped"]
+    [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
+    step = int(attempt.noticed[0].removeprefix("step ").partition(":")[0])
+    assert attempt.noticed == [f"step {step}: {line}"] and 40 < step <= 50, "trials of the model are passes too"
+    [(marked, value)] = scalars(tmp_path / "run")["train/loss_jump"]
+    assert marked == step and value == pytest.approx(losses(tmp_path / "run")[step - 1], rel=1e-3)
+
+
+SLOW = """
+    import os, time
+    import trainer.telemetry.watching as watching
+    import trainer.training.noticing as noticing
+    from torch import nn
+    from trainer import register_model
+    from trainer.data import Loader
+    from trainer.devices.strain import Strain
+
+    watching.WINDOW, watching.WINDOWS, watching.FEW = 0.1, 2, 1
+    SLOW = os.environ.get("RANK") == "1"
+    whole = Loader.training
+
+    class Meter(noticing.StrainMeter):
+        def read(self):
+            return Strain(1.0, throttled="cpu:1 by heat")
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            if self.training and x.device.type != "meta":
+                time.sleep(0.03 + 0.05 * (SLOW and {compute}))
+            return super().forward(x)
+
+    def training(self, *arguments):
+        for batch in whole(self, *arguments):
+            time.sleep(0.05 * (SLOW and not {compute}))
+            yield batch
+
+    noticing.StrainMeter, Loader.training = Meter, training
+
+    @register_model("slow")
+    def slow(num_classes, channels, image_size):
+        return nn.Sequential(nn.Flatten(), Slow(channels * image_size ** 2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+"""
+
+
+@pytest.mark.parametrize(("mode", "compute"), [("ddp", False), ("ddp", True), ("fsdp", True), ("local_sgd", True)])
+def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
+    """With windows of a moment."""
+    (tmp_path / "slow_rank.py").write_text(textwrap.dedent(SLOW.format(compute=compute)))
+    words = ["recipe=digits", "plugin=slow_rank", f"mode={mode}", "nproc=2", *CHARTED]
+    meanwhile, end = trained(tmp_path, *words, "model.name=slow", "max_steps=80", "epochs=9")
+    [line] = [line for line in meanwhile if line.startswith("rank 1 (")]  # of moments also the other may be
+    assert line == end["warnings"]["rank 1"] and "slower than the others" in line and "cpu" in line
+    assert ("by heat" in line) == compute and ("images come late" in line) != compute
+    [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
+    assert [sentence for sentence in attempt.noticed if sentence.endswith(line)]
+    assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20
 
 
 def test_ranks_and_stages_notice_alike(tmp_path):

@@ -195,7 +195,10 @@ def test_a_failing_rank_ends_all_with_its_own_code(fault, code, says, mode, tmp_
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
     assert says in lines[-1] and lines[-1].startswith("trainer: error: ")
-    if not fault.startswith("hang"):  # whose ranks show where they waited
+    if fault.startswith("hang"):  # each rank shows where it waited, and the one that hung, where
+        shown = {path.name: path.read_text() for path in (tmp_path / "run").glob("stacks-rank*.txt")}
+        assert len(shown) == result(tmp_path / "run")["world_size"] and "faults.py" in shown["stacks-rank1.txt"]
+    else:
         assert len(lines) == 1, done.stderr
     assert running(tmp_path) == []
 

@@ -34,12 +34,14 @@ class Strain:
     Attributes:
         seconds: since then.
         others: share of the time of the cores that other programs had, while this one was ready to compute.
+        ready: share of the time that a thread of this process was ready to compute and had no core.
         quota: cores that the container is allowed, where that stopped its processes.
         throttled: what slowed a device down, as in "cuda:0 by heat".
     """
 
     seconds: float = 0.0
     others: float = 0.0
+    ready: float = 0.0
     quota: float | None = None
     throttled: str = ""
 
@@ -58,10 +60,11 @@ class StrainMeter:
     def read(self) -> Strain:
         """What happened so far."""
         seconds = max(1e-9, time.perf_counter() - self._begun)
-        return Strain(seconds, self._others(seconds), self._quota(), self._throttled(seconds))
-
-    def _others(self, seconds: float) -> float:
         ready = max((waited - self._waits.get(thread, 0.0) for thread, waited in _waits().items()), default=0.0)
+        others = self._others(seconds, ready)
+        return Strain(seconds, others, min(1.0, ready / seconds), self._quota(), self._throttled(seconds))
+
+    def _others(self, seconds: float, ready: float) -> float:
         (busy, stolen), cores = _cores(), len(_affinity())
         if (stolen := (stolen - self._stolen) / cores) >= READY * seconds:  # by other machines of the same host
             return min(1.0, stolen / seconds)

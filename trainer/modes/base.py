@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.versions import torch_has
 from trainer.saving.tensor_files import Piece, StoredTensor
 from trainer.tasks import Task
-from trainer.telemetry.clocks import synchronise
+from trainer.telemetry.clocks import StepTimer, Stopwatch, synchronise
 
 
 class Communication(NamedTuple):
@@ -82,6 +82,11 @@ class Strategy:
         self.shard = self.data_shard(self.recipe, self.world)
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.known = dict(context.known)
+        # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
+        parts = self.world.size * self.recipe.accumulate * self.recipe.augment.together
+        watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
+        every = StepTimer.MARKED if self.device.type == "cuda" else 1
+        self.own = Stopwatch(self.device, every) if watched else None
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
@@ -141,10 +146,16 @@ class Strategy:
             weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
         """
         scale = weight * len(batch.targets)
-        loss = self.loss(self.outputs(batch.inputs), batch.targets)
+        with self.own_work():
+            outputs = self.outputs(batch.inputs)
+        loss = self.loss(outputs, batch.targets)
         loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
         return loss.detach()
+
+    def own_work(self) -> AbstractContextManager[None]:
+        """Held over a forward pass of training."""
+        return self.own or nullcontext()
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """The model's outputs (N, ...) in the recipe's precision."""

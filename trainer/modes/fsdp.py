@@ -11,7 +11,7 @@ parameters that share their storage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
 from trainer.saving.tensor_files import Piece
-from trainer.telemetry.clocks import synchronise
+from trainer.telemetry.clocks import Stopwatch, synchronise
 
 
 class FullyShardedDataParallel(Strategy):
@@ -99,6 +99,8 @@ class FullyShardedDataParallel(Strategy):
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
                 watch(unit, self._refusal)
+                if name and self.own is not None:
+                    time_blocks(unit, self.own)
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
@@ -156,6 +158,10 @@ class FullyShardedDataParallel(Strategy):
 
     def _refusal(self, reason: str) -> RecipeError:
         return RecipeError(f"model.name={self.recipe.model.name} {reason}, which mode=fsdp cannot shard: use mode=ddp")
+
+    def own_work(self) -> AbstractContextManager[None]:
+        """Blocks are timed one by one: between them a pass waits for weights from other ranks."""
+        return super().own_work() if self.sharded is None else nullcontext()
 
     def reduce_gradients(self) -> None:
         """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
@@ -257,6 +263,21 @@ class FullyShardedDataParallel(Strategy):
                 "largest_unit": self.largest_unit,
             }
         }
+
+
+def time_blocks(unit: nn.Module, watch: Stopwatch) -> None:
+    """Time a block's forward passes in training: torch has its weights whole before, and lets go of them after."""
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training:
+            watch.__enter__()
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if module.training:
+            watch.__exit__()
+
+    unit.register_forward_pre_hook(begin)
+    unit.register_forward_hook(end)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -65,6 +65,11 @@ class Traits:
         return self.same_maths and not self.micro_batches
 
     @property
+    def alike(self) -> bool:
+        """All processes do the same work in a step: one that takes longer holds up the others for nothing."""
+        return self.exchanges in ("gradients", "shards", "weights")
+
+    @property
     def one_stage_at_a_time(self) -> bool:
         """The model is in stages, and while one works the others wait."""
         return self.staged and not self.micro_batches

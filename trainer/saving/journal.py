@@ -32,6 +32,7 @@ START, STEPS, DATA, UNFINISHED, OTHER = "start-up: ", "steps", "waiting for data
 REDONE, RESTART = "redone steps", "waiting to be restarted"
 COMPLETED = "completed"
 KILLED = "killed"  # by SIGKILL, by the system for want of memory, by a loss of power: without a word
+NOTICED = 20  # sentences of an attempt
 EVERY = 1.0  # seconds between two states of a line
 
 
@@ -46,6 +47,7 @@ class Attempt(BaseModel):
         step: how far it has come.
         seconds: by part.
         end: why it ended; None while it runs, and where it was killed.
+        noticed: what went wrong meanwhile, as sentences with their steps.
     """
 
     host: str
@@ -57,6 +59,7 @@ class Attempt(BaseModel):
     step: int = 0
     seconds: dict[str, float]
     end: str | None = None
+    noticed: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class NullJournal:
 
     def mark(self, step: int | None = None, now: bool = False) -> None: ...
     def resumed(self, step: int) -> None: ...
+    def notice(self, sentence: str) -> None: ...
     def end(self, cause: str) -> None: ...
     def close(self) -> None: ...
 
@@ -118,6 +122,7 @@ class Journal(NullJournal):
         self._step = 0
         self._resumed: int | None = None
         self._end: str | None = None
+        self._noticed: list[str] = []
         self.mark(now=True)
 
     def mark(self, step: int | None = None, now: bool = False) -> None:
@@ -145,11 +150,17 @@ class Journal(NullJournal):
             step=self._step,
             seconds=seconds,
             end=self._end,
+            noticed=self._noticed,
         )
 
     def resumed(self, step: int) -> None:
         """Training goes on from this step."""
         self._resumed = self._step = step
+        self.mark(now=True)
+
+    def notice(self, sentence: str) -> None:
+        """Something went wrong; of much, the first of it is kept."""
+        self._noticed = [*self._noticed, sentence][:NOTICED]
         self.mark(now=True)
 
     def end(self, cause: str) -> None:

@@ -196,19 +196,26 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Seconds of all the blocks that it was held over; nothing waits for a device before `seconds`."""
+    """Seconds of all the blocks that it was held over, or of one in `every`; nothing waits for a device before
+    `seconds`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, every: int = 1) -> None:
+        self.cuda, self.every = device.type == "cuda", every
+        self._seen = self._blocks = 0  # in all, and those that were measured
+        self._lap = (0.0, 0)
         self._total = 0.0
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
-        self._begin = self._now()
+        self._seen += 1
+        self._begin = self._now() if self._seen % self.every == 0 else None
 
     def __exit__(self, *_: object) -> None:
+        if self._begin is None:
+            return
         end = self._now()
+        self._blocks += 1
         if not self.cuda:
             self._total += end - self._begin
             return
@@ -228,6 +235,12 @@ class Stopwatch:
             self._spans[0][1].synchronize()
             self._fold()
         return self._total
+
+    def lap(self) -> float:
+        """Mean seconds of the blocks that were measured since the last call; 0 where none was."""
+        seconds, blocks = self.seconds(), self._blocks
+        before, self._lap = self._lap, (seconds, blocks)
+        return (seconds - before[0]) / max(1, blocks - before[1])
 
 
 class Ledger:

@@ -14,6 +14,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import word_value
 from trainer.telemetry.clocks import Throughput
+from trainer.telemetry.watching import Lag
 
 TRIAL = 50  # steps: a run of fewer is to see whether it runs, not to learn
 SAMPLES = 50  # held-out ones, and 20 of a class: of fewer a share says little
@@ -229,6 +230,28 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
         return None
     ask = "nvidia-smi -q -d PERFORMANCE" if "cuda" in strain.throttled else "sensors"
     return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
+
+
+def jumped(jumps: Sequence[tuple[int, float, float]], recipe: Recipe) -> str:
+    """Of losses that jumped: steps, losses, and medians before."""
+    step, loss, before = jumps[-1]
+    again = f"; there were {len(jumps)} such jumps" if len(jumps) > 1 else ""
+    tried = _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
+    return f"the training loss jumped from {before:.4g} to {loss:.4g} at step {step}{again}: the steps are large{tried}"
+
+
+def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
+    """Of a rank that holds up the others, `where` it runs, and what keeps that machine from computing."""
+    text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
+    if lag.data:
+        return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
+    if strain.quota is not None:
+        return f"{text}the container's quota of {strain.quota:g} cores stopped it"
+    if strain.throttled:
+        return f"{text}its device is throttled: {strain.throttled}"
+    if 2 * strain.ready > lag.behind:
+        return f"{text}other programs had its cores for {strain.ready:.0%} of the time; type top there"
+    return f"{text}it computes more slowly; compare clocks and temperatures with another's (nvidia-smi -q, sensors)"
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {

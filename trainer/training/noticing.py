@@ -6,14 +6,16 @@ Nothing here waits for a device; what other ranks know has come with the epoch's
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
 from trainer.data import ImageSet, LabelledSource, TensorSet
-from trainer.devices.strain import Strain
+from trainer.devices.strain import Strain, StrainMeter
 from trainer.tasks import Classification
 from trainer.telemetry import symptoms
 from trainer.telemetry.symptoms import Facts
+from trainer.telemetry.watching import LossBand
 from trainer.training.evaluation import Sums
 from trainer.training.run import Run
 
@@ -37,7 +39,49 @@ def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
     if fresh and len(known) <= allowed:
         run.noticed.told.add("not finite")
         text = f"step {', '.join(map(str, fresh))}: a loss or gradient was not finite, so all ranks left it out"
-        run.tracker.facts({"warning": f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})"})
+        _notice(run, "not finite", f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})")
+
+
+def watch_loss(run: Run, loss: float, steps: int) -> None:
+    """A logged loss, the mean over so many steps: mark it where it has jumped."""
+    if run.datasets.synthetic:
+        return
+    if run.noticed.band is None:
+        run.noticed.band = LossBand(_facts(run, over=False).guessing)
+    if run.noticed.band.add(run.position.step, loss, steps):
+        run.tracker.scalars({"train/loss_jump": loss}, run.position.step)
+        _notice(run, "loss jumped", symptoms.jumped(run.noticed.band.jumps, run.recipe))
+
+
+def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
+    """What each rank took for its part of the last steps, as `RankWatch.add` has it: name one that is slow for long.
+
+    Collective when it comes to that, which all ranks find at the same step: they have the same figures.
+    """
+    noticed, world = run.noticed, run.world
+    slowest = noticed.ranks.add(steps * ranks[0][0], ranks)
+    if slowest is None:
+        return
+    run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.position.step)
+    if noticed.ranks.suspect != world.rank:
+        noticed.suspected = None
+    elif noticed.suspected is None:
+        noticed.suspected = StrainMeter(world.drives, world.place.local_size)
+    strain = noticed.suspected.read() if noticed.suspected else Strain()
+    lag = noticed.ranks.named()
+    if lag is None:
+        return
+    mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}", strain) if noticed.suspected else ""
+    _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
+
+
+def _notice(run: Run, kind: str, sentence: str) -> None:
+    """Tell at once of what may have passed by the epoch's end, and keep it among the warnings."""
+    run.noticed.told.add(kind)
+    run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
+    run.tracker.facts({"warning": sentence})
+    run.tracker.text("noticed", sentence, run.position.step)
+    run.tracker.journal.notice(f"step {run.position.step}: {sentence}")
 
 
 def worst(strains: Sequence[Strain]) -> Strain:
@@ -59,7 +103,7 @@ def tell(run: Run) -> None:
 
 def look(run: Run, over: bool) -> None:
     """Note what goes wrong now; what has passed is forgotten."""
-    run.noticed.warnings = symptoms.symptoms(_facts(run, over), run.recipe)
+    run.noticed.warnings = run.noticed.lasting | symptoms.symptoms(_facts(run, over), run.recipe)
 
 
 def _facts(run: Run, over: bool) -> Facts:

@@ -24,6 +24,8 @@ class Agreed:
         stop: the signal to stop at, if one came.
         late: whether a mere measurement of speed has used up its time.
         save: whether it is time to.
+        ranks: of each, where all do the same work, the seconds of a step, those that it waited for data, and those of
+            its forward pass.
         window: this rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up.
     """
 
@@ -33,6 +35,7 @@ class Agreed:
     stop: type[TrainerError] | None
     late: bool
     save: bool
+    ranks: list[list[float]]
     window: tuple[int, float, float] = (0, 0.0, 0.0)
 
     @property
@@ -82,7 +85,11 @@ class RankSync:
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
         with run.ledger.span("logging"):
             first = run.timer.seen <= max(1, steps)
-            agreed = self.exchange(step, seconds / max(1, steps), math.fsum(losses), len(losses), bad, first)
+            pace, own = seconds / max(1, steps), run.strategy.own
+            mine = None if own is None else (pace, waited / max(1, steps), own.lap())
+            agreed = self.exchange(step, pace, math.fsum(losses), len(losses), bad, first, mine)
+            if agreed.ranks and not first:
+                noticing.watch_ranks(run, steps, agreed.ranks)
         if log:
             self._window = (0, 0.0, 0.0)
         return agreed
@@ -95,6 +102,7 @@ class RankSync:
         steps: int = 0,
         bad: bool = False,
         first: bool = False,
+        own: tuple[float, float, float] | None = None,
     ) -> Agreed:
         """Send all ranks what this one knows, and set when to synchronise next.
 
@@ -102,6 +110,7 @@ class RankSync:
             done: steps, or batches of an evaluation.
             pace: seconds of one, lately.
             first: whether that was the first of all, in which much is made ready.
+            own: this rank's part of `Agreed.ranks`.
         """
         run, window = self.run, self._window
         received = run.interrupts.received
@@ -109,8 +118,13 @@ class RankSync:
         late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
         due = run.world.is_main and snapshots.is_due(run)
         signals = (received is not None and received.name == "SIGINT", received is not None)
-        mine = torch.tensor([loss, seconds, bad, *signals, late, run.saver.error is not None, due], dtype=torch.float64)
-        loss, seconds, wrong, interrupted, stopped, over, unsaved, save = run.world.sum_(mine).tolist()
+        row = [loss, seconds, bad, *signals, late, run.saver.error is not None, due]
+        places = [0.0] * len(own) * run.world.size if own else []  # each rank adds its own to zeros
+        if own:
+            places[3 * run.world.rank : 3 * run.world.rank + 3] = own
+        summed = run.world.sum_(torch.tensor([*row, *places], dtype=torch.float64)).tolist()
+        loss, seconds, wrong, interrupted, stopped, over, unsaved, save = summed[: len(row)]
+        ranks = [summed[place : place + 3] for place in range(len(row), len(summed), 3)]
         if unsaved:
             snapshots.finish_saving(run)
         seconds /= run.world.size
@@ -119,7 +133,7 @@ class RankSync:
         if not first and (slow := run.interrupts.too_slow(seconds)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
-        return Agreed(loss, steps, not wrong and math.isfinite(loss), stop, over > 0, save > 0, window)
+        return Agreed(loss, steps, not wrong and math.isfinite(loss), stop, over > 0, save > 0, ranks, window)
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:

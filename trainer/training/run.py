@@ -20,6 +20,7 @@ from trainer.saving.saver import Saver
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
+from trainer.telemetry.watching import LossBand, RankWatch
 from trainer.training.callbacks import Callbacks
 
 WORKERS = "workers"  # what is known of the number that reads photos
@@ -55,6 +56,10 @@ class Noticed:
             before; empty where a task does not count them.
         warnings: what goes wrong, as sentences by kind.
         told: the kinds of which there was a word already.
+        lasting: warnings of what has passed since, by kind.
+        band: of the recent losses, where images are real.
+        ranks: which of them holds up the others, where all do the same work.
+        suspected: counts what this machine suffers while this rank is slower than the others.
     """
 
     meter: StrainMeter
@@ -62,6 +67,10 @@ class Noticed:
     classes: list[dict[str, list[int]]] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    lasting: dict[str, str] = field(default_factory=dict)
+    band: LossBand | None = None
+    ranks: RankWatch = field(default_factory=RankWatch)
+    suspected: StrainMeter | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""What is looked for while a run trains: a loss that jumps, a rank that is slower than the others. No torch, no clock.
+
+A healthy run must never be accused: each rule asks for much more than chance does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+BAND, ENOUGH = 64, 20  # logged losses that make a band, at most and at least
+DEVIATIONS = 8.0  # of the logarithms from their median; 1.48 MADs of normal ones are one
+NORMAL, SMALLEST = 1.4826, 1e-6
+TWICE = 2.0  # times the median, where a band is narrower than what batches differ by
+HIGHEST = 1.5  # times the highest loss of the band
+SETTLED = 16  # logged losses after which a new level is no jump any more
+
+WINDOW, WINDOWS = 10.0, 6  # seconds of steps, and how many of these in a row a rank has to be slow
+FEW = 3  # measurements in a window, at least: where steps take seconds, it lasts longer
+SLOWER = 0.1
+
+
+@dataclass
+class LossBand:
+    """The band of a run's recent losses, each a mean over the steps since the one before.
+
+    Attributes:
+        guessing: the loss of a model that gives all classes the same chance, where it is known.
+        jumps: those that there were: step, loss, and the median of the band before.
+    """
+
+    guessing: float | None = None
+    jumps: list[tuple[int, float, float]] = field(default_factory=list)
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=BAND))
+    _start: float | None = None
+    _outside: int = 0
+
+    def add(self, step: int, loss: float, steps: int) -> bool:
+        """Take in a mean over so many steps, up to this one; whether it has jumped out of the band just now."""
+        if not steps or math.isnan(loss):  # all of them were skipped
+            return False
+        if self._is_far(loss, steps) and self._outside < SETTLED:
+            self._outside += 1
+            if self._outside == 1:
+                self.jumps.append((step, loss, self._median()))
+            return self._outside == 1
+        if self._outside >= SETTLED:
+            self._recent.clear()
+        self._outside = 0
+        self._recent.append((loss, steps))
+        if len(self._recent) == ENOUGH and self._start is None:
+            self._start = self._median()
+        return False
+
+    def _median(self) -> float:
+        return statistics.median(loss for loss, _ in self._recent)
+
+    def _is_far(self, loss: float, steps: int) -> bool:
+        if len(self._recent) < ENOUGH or self._start is None or min(one for one, _ in self._recent) < 0:
+            return False
+        median = self._median()
+        # Batches differ by factors rather than by amounts, and a mean over few steps scatters more than one over many.
+        above = [(math.log(max(one, SMALLEST) / max(median, SMALLEST)), n) for one, n in (*self._recent, (loss, steps))]
+        *around, new = [ratio * count**0.5 for ratio, count in above]
+        far = new > DEVIATIONS * NORMAL * statistics.median(map(abs, around))
+        high = loss > max(TWICE * median, HIGHEST * max(one for one, _ in self._recent))
+        # In a model that has learned much, one batch with a wrong label multiplies the loss of a step.
+        least = self._start * (1 + 20 / steps**0.5)
+        if self.guessing is not None:
+            least = self.guessing * (0.05 + 0.5 / steps**0.5)
+        return far and high and loss - median > least
+
+
+@dataclass(frozen=True)
+class Lag:
+    """The slowest rank of a window.
+
+    Attributes:
+        behind: by which share a step of its own takes longer than the median of the others'.
+        data: whether that is more by waiting for data than by computing.
+    """
+
+    rank: int
+    behind: float
+    data: bool
+
+
+class RankWatch:
+    """Which rank holds up the others for a minute.
+
+    Where ranks meet in every step, all have the same seconds a step: a slow one is seen by what it does without the
+    others, which is to wait for its data, and forward passes. The backward pass, in which they meet, is taken to be as
+    many times longer than the forward pass on each rank as on the one that waits for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.suspect: int | None = None  # who was slow in the last window
+        self._named: set[int] = set()
+        self._row: list[Lag] = []  # of windows in which one rank was slow, one after the other
+        self._seconds = 0.0
+        self._measured: list[list[tuple[float, float]]] = []
+
+    def add(self, seconds: float, ranks: Sequence[Sequence[float]]) -> Lag | None:
+        """Take in steps that took so many seconds together; the slowest rank, where they complete a window.
+
+        Args:
+            ranks: of each, the seconds of a step, those of it that it waited for data, and those of a forward pass, or
+                of a part of it that is the same on all ranks.
+        """
+        if any(step <= 0 or forward <= 0 for step, _, forward in ranks):
+            return None
+        times = max(0.0, min((step - data) / forward for step, data, forward in ranks))
+        self._seconds += seconds
+        self._measured.append([(data, times * forward) for _, data, forward in ranks])
+        if self._seconds < WINDOW or len(self._measured) < FEW:
+            return None
+        typical = [
+            [statistics.median(part) for part in zip(*rank, strict=True)] for rank in zip(*self._measured, strict=True)
+        ]
+        self._seconds, self._measured = 0.0, []
+        return self._judged(typical)
+
+    def _judged(self, typical: Sequence[Sequence[float]]) -> Lag:
+        own = [data + compute for data, compute in typical]
+        rank = max(range(len(own)), key=own.__getitem__)
+        others = [place for place in range(len(own)) if place != rank]
+        data, compute = (typical[rank][n] - statistics.median(typical[place][n] for place in others) for n in (0, 1))
+        usual = statistics.median(own[place] for place in others)
+        lag = Lag(rank, own[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
+        if lag.behind <= SLOWER:
+            self.suspect, self._row = None, []
+        else:
+            self._row = [*self._row, lag] if self.suspect == rank else [lag]
+            self.suspect = rank
+        return lag
+
+    def named(self) -> Lag | None:
+        """A rank that was slow in all of the last windows and was not named yet, with the median of its lags."""
+        if len(self._row) < WINDOWS or self.suspect is None or self.suspect in self._named:
+            return None
+        self._named.add(self.suspect)
+        last = self._row[-WINDOWS:]
+        data = sum(lag.data for lag in last) * 2 > WINDOWS
+        return Lag(self.suspect, statistics.median(lag.behind for lag in last), data)

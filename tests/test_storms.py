@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import warm
+from tests.soak import Sample, Soak, grown, small_disk
 from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, slack, strike
 
 SEED = 1
@@ -68,3 +70,44 @@ def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun)
 @pytest.mark.full("half a minute, and not yet without a failure in twenty")
 def test_of_two_runs_in_one_folder_one_ends(storms):
     assert len(storms.run(("unlocked",), 1, ["single"])) == 1
+
+
+@pytest.mark.parametrize("full_disks", [False, True], ids=["kills", "full disks"])
+def test_a_run_that_is_disturbed_all_the_while_ends_with_the_same_weights(full_disks, tmp_path):
+    """As `python -m tests.soak` has it for hours; a weight that differs by little is seen."""
+    with small_disk(tmp_path / "disk", "96m") as small:
+        if full_disks and not small:
+            pytest.skip("a small disk cannot be mounted here")
+        kinds = ["full disk"] if full_disks else ["kill a rank", "slow readers"]
+        soak = Soak(tmp_path, 4, SEED, kinds, warm.Popen, pace=25, gaps=(0.0, 0.2))
+        soak.run()
+        soak.check()
+        assert soak.hits
+        file = soak.folder / "last.safetensors"
+        weights = load_file(file)
+        next(iter(weights.values())).view(-1)[0] += 1e-6
+        save_file(weights, file)
+        with pytest.raises(AssertionError, match="last"):
+            soak.check()
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, 0),
+        ({"memory": lambda at, age: age * 2**15}, 1),  # 2 MiB a minute, of a process
+        ({"memory": lambda at, age: at * 2**14}, 2),  # each new one has more, and goes on so
+        ({"threads": lambda at, age: at // 600}, 2),
+        ({"files": lambda at, age: age // 100}, 1),
+        ({"memory": lambda at, age: (age % 100 == 0) * 2**28}, 0),  # it comes and goes
+    ],
+)
+def test_growth_over_a_long_run_is_told(more, told):
+    """Of a process that lives from beginning to end there is one life, of others many."""
+    samples = []
+    for role, life in (("launcher", 7200), ("rank 0", 600)):
+        for at in range(0, 7200, 10):
+            used = {"memory": 2**28, "threads": 9, "files": 30}
+            used = {what: n + int(more.get(what, lambda at, age: 0)(at, at % life)) for what, n in used.items()}
+            samples.append(Sample(at, role, at // life, at % life, **used))
+    assert len(grown(samples, 7200)) == told, grown(samples, 7200)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.command_line import PROJECT, environment
-from trainer.processes import early
+from trainer.processes import early, family
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import outlive_terminal
 
@@ -108,6 +108,14 @@ def test_the_watcher_leaves_when_the_loop_cannot_come():
     assert time.monotonic() - begun < 20
 
 
+def test_a_step_is_not_waited_for_where_nothing_was_trained():
+    """Since the last checkpoint: kernels may be compiled for minutes, which loses nothing."""
+    child = start(f"interrupts.nothing_new = lambda: True\n    {BLOCKED}", grace=1000)
+    child.send_signal(signal.SIGTERM)
+    code, errors = end(child)
+    assert code == 143 and "nothing new to save" in errors and errors.count("\n") == 1, errors
+
+
 def test_stacks_go_to_the_run_folder(tmp_path):
     child = start(
         f"from trainer.processes import stacks\n    stacks.write_to({str(tmp_path)!r})\n    {BLOCKED}", grace=2
@@ -149,17 +157,22 @@ def test_a_users_own_handler_is_left_alone():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_step_too_slow_for_the_launcher_is_said_once(monkeypatch):
-    assert Interrupts(grace=40).too_slow(30) == ""
+def test_a_step_or_save_too_slow_for_the_launcher_is_said_once(monkeypatch):
+    assert Interrupts(grace=40).too_slow(30, 20) == "" != Interrupts(grace=40).too_slow(30, 21)
+    assert re.search(r"\b50 s\b.*\b110 s\b.*\b70 s\b.*type grace=80$", Interrupts(grace=40).too_slow(10, 50))
     alone = Interrupts(grace=40)
     assert re.search(r"\b50 s\b.*\b40 s\b.*type grace=100$", alone.too_slow(50))
     assert alone.too_slow(50) == ""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert Interrupts(grace=40).grace == 25, "torchrun kills after 30"
+    assert Interrupts(grace=40).too_slow(10, 10) == ""
+    assert re.search(r"type grace=20 and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=50 ", Interrupts().too_slow(10, 11))
     assert re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 .*\b30 s\b", Interrupts().too_slow(30))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
     assert Interrupts(grace=40).grace == 40 and Interrupts(grace=100).grace == 85
+    monkeypatch.setenv(family.PARENT, "1")
+    assert re.search(r"type grace=140$", Interrupts(grace=60).too_slow(70)), "ours sets it"
 
 
 # --- siblings -----------------------------------------------------------------------------------------------------

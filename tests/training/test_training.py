@@ -553,6 +553,25 @@ def test_a_signal_waits_for_the_end_of_a_long_step(mode, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{done:08}"], output
 
 
+def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "save.every_steps=5", f"output={tmp_path / 'run'}"]
+    process = warm.Popen(
+        [sys.executable, "-m", "trainer", *words, *QUIET],
+        env=environment(TRAINER_FAULT="hang@0:6"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for((tmp_path / "run" / "checkpoints" / "step-00000005").exists, process, 90)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=50)  # sooner than `grace`
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143 and "nothing new to save" in output, output
+
+
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
     words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=5", f"output={tmp_path / 'run'}"]
     begun = time.monotonic()

@@ -32,7 +32,6 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
-SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before torchrun's SIGKILL
 
 
 def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int = 0) -> Launch | None:
@@ -230,7 +229,7 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
             if early.unused(number):
                 signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if "--shutdown-timeout" in known:  # the ranks read it too
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + SAVING)))
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
     return options
 
 

@@ -32,6 +32,8 @@ from trainer.processes.watchdog_process import GIVEN_UP
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
 IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has a handler of its own
 GRACE = 60.0  # seconds, the default of the recipe's `grace`
+SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before SIGKILL
+PROMPT = 2.0  # seconds that a step may still take where nothing was trained since the last checkpoint
 SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
 LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
 PROGRAM = Path(__file__).with_name("watchdog_process.py")
@@ -77,7 +79,8 @@ class Interrupts:
     """Within this block signals raise a flag instead of ending the process; a second Ctrl-C ends it at once.
 
     Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
-    not. Before the first `beat` there is nothing to save and a signal ends the process at once.
+    not. Before the first `beat` there is nothing to save and a signal ends the process at once; later on, where a
+    checkpoint holds all that was trained, after two seconds without a boundary: a step may be compiled for minutes.
     Outside the main thread (a notebook's worker, say) nothing is installed.
     """
 
@@ -86,10 +89,11 @@ class Interrupts:
         `grace`: seconds that a step may still take after a signal."""
         self.received: signal.Signals | None = None
         self.own_process = own_process
-        self.grace = min(grace, seconds_to_sigkill() - LEAVING)
+        self._typed, self.grace = grace, min(grace, seconds_to_sigkill() - LEAVING)
         self._beat = 0.0  # never
         self._peers: set[int] = set()
         self._suspended = self._warned = False
+        self.nothing_new: Callable[[], bool] = lambda: False  # whether a checkpoint holds all that was trained
         self.last_words: Callable[[str], None] = lambda cause: None  # called before this process ends here
         self._watchdog = Watchdog()
         self._done = False
@@ -139,18 +143,26 @@ class Interrupts:
             self._watchdog.send(" ".join(str(pid) for pid, _ in living.values()))
         self._beat = time.monotonic()
 
-    def too_slow(self, step_seconds: float) -> str:
-        """What to say, once, when a step takes longer than it may after a signal."""
-        if step_seconds <= self.grace or self._warned:
+    def too_slow(self, step_seconds: float, save_seconds: float = 0.0) -> str:
+        """What to say, once, when a step takes longer than it may after a signal, or a save before SIGKILL: the save
+        that is under way is waited for."""
+        sigkill = seconds_to_sigkill()
+        given = min(self.grace + SAVING, sigkill)
+        needed = step_seconds + 2 * save_seconds
+        slow_step = step_seconds > self.grace
+        if self._warned or not (slow_step or needed > given):
             return ""
         self._warned = True
-        wish = math.ceil(2 * step_seconds)
+        wish = math.ceil(max(2 * step_seconds, needed - SAVING))
         advice = f"type grace={wish}"
-        if seconds_to_sigkill() - LEAVING < wish:
-            advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + 30} for torchrun, which kills after "
-            advice += f"{seconds_to_sigkill():g} s"
-        limit = f"{self.grace:g} s after a signal the run ends without saving"
-        return f"  a step takes {step_seconds:.0f} s, and {limit}: {advice}"
+        if sigkill < wish + SAVING and not (family.launcher_prints() and sigkill >= self._typed + SAVING):
+            advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + SAVING:.0f} for torchrun, which kills after "
+            advice += f"{sigkill:g} s"
+        if slow_step:
+            limit = f"{self.grace:g} s after a signal the run ends without saving"
+            return f"  a step takes {step_seconds:.0f} s, and {limit}: {advice}"
+        saves = f"a step and two saves of {save_seconds:.0f} s, of which one may be under way, take {needed:.0f} s"
+        return f"  {saves}, and {given:g} s after a signal the run may be killed: {advice}"
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -188,7 +200,7 @@ class Interrupts:
                 pass
             elif self._suspended:
                 self._leave_lost_peers(first, waited)
-            elif not self._beat:
+            elif not self._beat or (waited > PROMPT and self.nothing_new()):
                 self._leave(signal.Signals(first), "")
             elif waited > self.grace:
                 self._leave(signal.Signals(first), f"no step's end within {self.grace:g} s")
@@ -209,7 +221,7 @@ class Interrupts:
             line = f"rank {rank}: {why} after {number.name}; leaving without saving{where}"
             print(f"trainer: {plain(line)}", file=sys.stderr)
         elif rank == 0 and not family.launcher_prints():  # which may have sent the signal, since another rank failed
-            print(f"trainer: stopped by {number.name} before the first step", file=sys.stderr)
+            print(f"trainer: stopped by {number.name} with nothing new to save", file=sys.stderr)
         exit_now(exit_code(number))
 
 

@@ -69,6 +69,7 @@ class Saver:
 
     Attributes:
         error: why the last save failed.
+        committed: the step of the newest checkpoint, as far as this rank wrote it.
         costs: of each save that is done.
         begun: `time.perf_counter()` of when the last save was asked for.
         blocked: seconds for which training stood still for it.
@@ -78,6 +79,7 @@ class Saver:
         """`timeout`: seconds that rank 0 waits for the files of the others once it has written its own."""
         self.rank, self.timeout = rank, timeout
         self.error: Exception | None = None
+        self.committed = 0
         self.costs: list[Cost] = []
         self.begun, self.blocked = time.perf_counter(), 0.0
         self._took: tuple[int, float, float]
@@ -107,6 +109,7 @@ class Saver:
             try:
                 with writing(save.folder):
                     self._write(save)
+                self.committed = save.state.position.step if save.sealed else self.committed
                 self._took = save.state.position.step, time.perf_counter() - begun, time.thread_time()
             except Exception as error:  # raised where the ranks synchronise
                 self.error = error

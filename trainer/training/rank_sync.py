@@ -130,7 +130,8 @@ class RankSync:
         seconds /= run.world.size
         self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
         run.interrupts.beat()
-        if not first and (slow := run.interrupts.too_slow(seconds)):
+        save_seconds = run.saver.costs[-1].seconds if run.saver.costs else 0.0
+        if not first and (slow := run.interrupts.too_slow(seconds, save_seconds)):
             run.tracker.say(slow)
         stop = Interrupted if interrupted else Preempted if stopped else None
         return Agreed(loss, steps, not wrong and math.isfinite(loss), stop, over > 0, save > 0, ranks, window)

@@ -150,6 +150,10 @@ class Run:
         """This rank's parameters and buffers under plain names."""
         return {**self.parameters, **self.strategy.named_buffers()}
 
+    def nothing_new(self) -> bool:
+        """Whether a checkpoint holds all that was trained, and more is to be."""
+        return self.saver.committed == self.position.step < self.total_steps
+
     def seconds(self) -> float:
         """Seconds of this run over all its parts."""
         return self.history.seconds + time.perf_counter() - self.ledger.begun

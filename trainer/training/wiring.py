@@ -218,6 +218,7 @@ def begin(run: Run, resolved: Resolved) -> None:
     if resolved.state is not None:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(run, resolved.state)
+    run.saver.committed, run.interrupts.nothing_new = run.position.step, run.nothing_new
     tracker.start(run.position, run.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
     presenting.begin(run)

@@ -21,7 +21,7 @@ from trainer.errors import (
     RecipeError,
     SetupError,
 )
-from trainer.launch.launching import SAVING
+from trainer.processes.interrupts import SAVING
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names

@@ -21,8 +21,8 @@ from trainer.commands.compare.running import failure_line, merged
 from trainer.commands.runs.run_status import finite
 from trainer.commands.sweep.space import Places, SearchSpace, SweepTrial
 from trainer.errors import NotFiniteError, Preempted
-from trainer.launch.launching import SAVING
 from trainer.processes import family
+from trainer.processes.interrupts import SAVING
 from trainer.saving.files import usable_json, writing
 
 MOMENT = 0.05  # seconds between two looks at the runs

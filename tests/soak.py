@@ -43,7 +43,8 @@ WORDS += ["nproc=2", "model.name=cnn_gn", f"batch_size={BATCH}", "optimizer.lr=0
 WORDS += ["data.workers=1", "save.every_epochs=1", "save.every_steps=25", "logging.progress=false", "resume=auto"]
 RESTARTS = 5  # of one launcher
 TIMEOUT = 15  # seconds that a stopped rank is waited for; on a busy machine a living one may be silent for some
-PACE = 1.5  # steps of a second
+PACE = 1.0  # steps of a second
+SLOW = 32  # of so many images one takes as long to read as all: a busy machine makes each short sleep a long one
 EARLY = 0.3  # the part of hits that may strike a run before it is farther than ever
 CALM = (0.35, 0.55)  # the part of the time in which nothing is killed, so that a rank grows old
 CONTROL = "SOAK_CONTROL"  # the variable that names the file of what follows
@@ -145,7 +146,7 @@ def control() -> mmap.mmap | None:
 
 
 class Images:
-    """Images that can be learnt, of which each takes as long to read as `control` says."""
+    """Images that can be learnt, which take as long to read as `control` says."""
 
     def __init__(self, count: int, first: int) -> None:
         self.count, self.first = count, first
@@ -154,8 +155,8 @@ class Images:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if (now := control()) is not None:
-            time.sleep(DELAY.unpack_from(now)[0])
+        if index % SLOW == 0 and (now := control()) is not None:
+            time.sleep(SLOW * DELAY.unpack_from(now)[0])
         dice, label = torch.Generator().manual_seed(self.first + index), index % 10
         image = torch.randint(0, 120, (1, 8, 8), dtype=torch.uint8, generator=dice)
         image[0, label % 8] += 80 if label < 8 else 120

@@ -278,9 +278,11 @@ class Soak:
         start: type[subprocess.Popen[bytes]] = subprocess.Popen,
         pace: float = PACE,
         gaps: tuple[float, float] = (10.0, 60.0),
+        most: float = math.inf,
     ) -> None:
-        """`pace`: steps of a second, in the mean over all; `gaps`: the least and most seconds between two hits."""
-        self.home, self.seconds, self.start, self.gaps = home, seconds, start, gaps
+        """`pace`: steps of a second, in the mean over all; `gaps`: the least and most seconds between two hits; `most`:
+        hits, at most."""
+        self.home, self.seconds, self.start, self.gaps, self.most = home, seconds, start, gaps, most
         self.dice = random.Random(seed)
         self.kinds = [*kinds]
         epochs = max(1, round(seconds * pace / STEPS))
@@ -341,7 +343,7 @@ class Soak:
                     seen, seen_at = rows, self.now
                 if counted == math.inf and rows > best:
                     counted = self.now
-                if self.now >= counted + gap and self._strike(job):
+                if self.now >= counted + gap and self.hits.total() < self.most and self._strike(job):
                     best, gap = max(best, rows), self.dice.uniform(*self.gaps)
                     counted = self.now if self.dice.random() < EARLY else math.inf
                 time.sleep(0.1)

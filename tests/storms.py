@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.command_line import blocks, environment, orphaned_blocks, result, steps
 from tests.data.photo_folders import coloured
 
@@ -467,6 +468,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--warm", action="store_true", help="jobs are forked from a process that has imported torch")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     asked = parser.parse_args()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
@@ -474,7 +476,7 @@ def main() -> None:
     print(f"--seed={asked.seed}", flush=True)
     several = [mode for mode in asked.modes if mode in SEVERAL]
     with tempfile.TemporaryDirectory(prefix="storms-") as home:
-        storms = Storms(Path(home), asked.seed)
+        storms = Storms(Path(home), asked.seed, warm.Popen if asked.warm else subprocess.Popen)
         begun = time.monotonic()
         for kinds, count, modes in (
             (("kill",), asked.kills, asked.modes),

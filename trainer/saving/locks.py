@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
-from trainer.errors import FolderInUseError, SetupError, text_of
+from trainer.errors import FolderInUseError, text_of
+from trainer.saving.files import writing
 
 LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) has its lock for microseconds
 
@@ -29,14 +30,12 @@ def hold(folder: Path, others: str, name: str = ".lock") -> int:
 
     Raises:
         FolderInUseError: another process holds it.
-        SetupError: it cannot be written.
+        DiskFullError, SetupError: it cannot be written.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # A link would have another file overwritten.
         lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise SetupError(f"output={folder} cannot be written ({error.strerror}); choose another folder") from None
     for look in range(LOOKS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

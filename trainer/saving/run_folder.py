@@ -21,7 +21,7 @@ from trainer.processes.rank import is_restart, is_this_job, signature
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving import locks
-from trainer.saving.files import read, usable_json, why, write_atomically
+from trainer.saving.files import read, usable_json, why, write_atomically, writing
 from trainer.saving.journal import JOURNAL
 
 PHOTOS = {"data.image_size": 224, "data.channels": 3}
@@ -62,7 +62,7 @@ class RunFolder(NullFolder):
         Raises:
             FolderInUseError: it holds another run, finished or alive.
             RecipeError: it is continued with a recipe that computes something else.
-            SetupError: it cannot be written.
+            DiskFullError, SetupError: it cannot be written.
         """
         super().__init__()
         self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
@@ -98,11 +98,9 @@ class RunFolder(NullFolder):
         return resuming
 
     def _sign(self) -> str:
-        try:
+        with writing(self.path):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, signature().encode(), 0)
-        except OSError as error:
-            raise SetupError(f"{self.path} cannot be written ({error.strerror}); choose another output=") from None
         return signature()
 
     def check(self) -> None:

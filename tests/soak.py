@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from tests.command_line import orphaned_blocks, result
-from tests.storms import Job, pause, same, slack
+from tests.storms import Job, hear_signals, pause, same, slack
 from trainer import register_dataset
 
 BATCH, STEPS = 64, 100  # images of a step, steps of an epoch
@@ -479,6 +479,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
     print(f"--seed={asked.seed}", flush=True)
+    hear_signals()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and nothing is left behind
     home = Path(tempfile.mkdtemp(prefix="soak-"))
     with small_disk(home / "disk", "96m") as small:

@@ -407,10 +407,13 @@ class Storms:
             phases = {"start": PHASES[:1], "renamed": ("saved",), **under_way}.get(kind, usual)
             torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
             job = Job(folder, *words, *soon, torchrun=torchrun, start=self.start)
+            phase = dice.choice(phases)
             try:
-                hit = strike(job, kind, dice.choice(phases), dice)
+                hit = strike(job, kind, phase, dice)
             except BaseException as error:
-                error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {kinds}, after {hits}, in {folder}")
+                error.add_note(
+                    f"--seed={self.seed}, storm {self.count}, {mode}, {kinds}, after {hits}, {phase}, in {folder}"
+                )
                 raise
             finally:
                 job.clear()
@@ -445,14 +448,22 @@ class Storms:
         same(folder, self.undisturbed(mode, words))
 
     def run(self, kinds: tuple[str, ...], count: int, modes: list[str]) -> list[Hit]:
-        """`count` hits of these kinds, one after the other, over these modes; three a storm."""
+        """`count` hits of these kinds, one after the other, over these modes; three a storm, or six that save."""
+        each = 6 if kinds == SIGNALS else 3
         hits: list[Hit] = []
         for mode in itertools.cycle(modes):
             left = count - len(hits)
             if left <= 0:
                 return hits
-            hits += self.storm(mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(3, left))])
+            hits += self.storm(mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(each, left))])
         return hits
+
+
+def hear_signals() -> None:
+    """What a shell's `&` and nohup ignore is heard, by all that is started from here too."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def main() -> None:
@@ -469,23 +480,23 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--warm", action="store_true", help="jobs are forked from a process that has imported torch")
-    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    every = [*MODES, *SLOW_STARTS]
+    parser.add_argument("--modes", nargs="*", default=every, choices=every)
     asked = parser.parse_args()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_signals()
     print(f"--seed={asked.seed}", flush=True)
-    several = [mode for mode in asked.modes if mode in SEVERAL]
+    usual, several = ([mode for mode in asked.modes if mode in some] for some in (MODES, SEVERAL))
     with tempfile.TemporaryDirectory(prefix="storms-") as home:
         storms = Storms(Path(home), asked.seed, warm.Popen if asked.warm else subprocess.Popen)
         begun = time.monotonic()
         for kinds, count, modes in (
-            (("kill",), asked.kills, asked.modes),
-            (SIGNALS, asked.signals, [*asked.modes, *(m for m in SLOW_STARTS if m.split()[0] in asked.modes)]),
+            (("kill",), asked.kills, usual),
+            (SIGNALS, asked.signals, asked.modes),
             (("stop",), asked.stops, several),
             (("pause",), asked.pauses, several),
-            (("start",), asked.starts, asked.modes),
-            (("unlocked",), asked.unlocked, asked.modes),
-            (("renamed",), asked.renamed, asked.modes),
+            (("start",), asked.starts, usual),
+            (("unlocked",), asked.unlocked, usual),
+            (("renamed",), asked.renamed, usual),
         ):
             if modes and (hits := storms.run(kinds, count, modes)):
                 seconds = sorted(hit.seconds for hit in hits)

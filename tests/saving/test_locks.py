@@ -21,7 +21,7 @@ def test_one_holds_it_until_it_lets_go(tmp_path):
 
 def test_what_cannot_be_written_and_links(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"output=.*file .*File exists"):
+    with pytest.raises(SetupError, match=r"file cannot be written .*File exists.*output="):
         locks.hold(tmp_path / "file", "run")
     (tmp_path / ".lock").symlink_to(tmp_path / "file")
     with pytest.raises(SetupError, match=r"cannot be written"):

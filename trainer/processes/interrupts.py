@@ -134,6 +134,8 @@ class Interrupts:
         self._watchdog.stop()
         self._reader.close()
         self._writer.close()
+        if kind is None and self.received is not None and family.launcher_prints():
+            exit_now(exit_code(self.received))  # a launcher that leaves takes no result, for which torch would wait
 
     def beat(self) -> None:
         """The loop is at a boundary: from the first on there is something to save."""

@@ -257,6 +257,20 @@ def test_a_terminal_that_closes_fails_no_print(monkeypatch):
             os.close(kept)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_rank_that_ends_behind_a_signal_is_not_waited_for(ours):
+    """Our launcher has heard it too, and reads no result any more, until whose reading torch keeps a rank."""
+    program = (
+        "import os, signal\n"
+        "from trainer.processes.interrupts import Interrupts\nwith Interrupts() as interrupts:\n    interrupts.beat()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    while not interrupts.received:\n        pass\nprint('returns')\n"
+    )
+    variables = {"RANK": "0", "WORLD_SIZE": "1", **({family.PARENT: str(os.getpid())} if ours else {})}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(**variables), timeout=20, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == ((143, "") if ours else (0, "returns\n")), done.stderr
+
+
 def test_handlers_are_put_back():
     program = (
         "import signal\n"

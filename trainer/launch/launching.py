@@ -238,11 +238,13 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    server_killed = Ending(0, PeerError.code, "the process that ranks are forked from was killed")
     try:
         with interrupts.block_sigint_in_children():
             torchrun()
+    except (EOFError, ConnectionError):  # as it was to fork one
+        return server_killed
     except ChildFailedError as failed:
-        server_killed = Ending(0, PeerError.code, "the process that ranks are forked from was killed")
         seen = {
             rank: server_killed if end.exitcode == fork_server.GONE else Ending(rank, end.exitcode, "", end.timestamp)
             for rank, end in failed.failures.items()

@@ -5,11 +5,24 @@ By itself it would notice only when it has imported everything, and when all its
 
 import atexit
 import os
+import sys
+import traceback
+from types import TracebackType
 
 from trainer.processes import family, fork_server
 from trainer.processes.interrupts import exit_now
 
+
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Errors of children, but for that of one whose parent ended as it was started, and took along what it needs."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    last = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    if not (issubclass(kind, (EOFError, FileNotFoundError)) and last.startswith("multiprocessing.")):
+        sys.__excepthook__(kind, error, trace)
+
+
 server = os.getpid()
+sys.excepthook = show
 # Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
 atexit.register(lambda: exit_now(0) if os.getpid() == server else None)
 os.environ.pop(fork_server.SAFE, None)  # of what the children start

@@ -257,6 +257,8 @@ class Workers:
             for source in by_name:  # a lambda, or a class within a function: pickle by value
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()
+        except (EOFError, ConnectionError):
+            raise PeerError("the process that loader workers are forked from was killed") from None
         except (OSError, RuntimeError) as error:  # RuntimeError: torch cannot share memory
             raise SetupError(
                 f"loader worker {number + 1} of {self.search.count} cannot be started ({reason(error)}); "

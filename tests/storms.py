@@ -417,7 +417,7 @@ class Storms:
                 raise
             finally:
                 job.clear()
-            if hit is None:
+            if hit is None or (kind in SIGNALS and hit.code == 0):  # it had ended before
                 break
             hits.append(hit)
             print(f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12} {hit.code} {hit.seconds:.1f} s")

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT
+from tests.command_line import PROJECT, environment
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
+from trainer.launch.topology import Launch
 from trainer.processes import early, family, fork_server
 from trainer.recipe import load
 
@@ -329,6 +330,31 @@ def test_nodes_that_do_not_meet_say_where(work: Path, port: str) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3
     assert re.fullmatch(rf"trainer: error: .*127\.0\.0\.1:{port}\b.*\n", errors)
+
+
+def test_a_fork_server_that_is_killed_as_it_forks_a_rank_is_lost(tmp_path: Path) -> None:
+    def killed() -> None:
+        raise EOFError("unexpected EOF")
+
+    ending = launching._ending(killed, tmp_path, Launch(2))
+    assert ending is not None and ending.code == PeerError.code
+
+
+def test_a_rank_whose_launcher_ended_as_it_was_forked_shows_nothing() -> None:
+    """What it is sent names a semaphore that is gone; other errors are shown."""
+    program = """
+import sys
+from multiprocessing import synchronize
+from trainer.processes import preload
+lock = synchronize.Lock.__new__(synchronize.Lock)
+for work in (lambda: lock.__setstate__((0, 1, 1, "/gone")), lambda: open("/here")):
+    try:
+        work()
+    except OSError:
+        sys.excepthook(*sys.exc_info())
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 1) and "/here" in done.stderr, done.stderr
 
 
 def test_torchs_timer_that_ends_itself_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

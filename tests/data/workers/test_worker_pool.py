@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests import warm
 from tests.command_line import BARE, QUIET, environment, ok, result
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
-from trainer.errors import SetupError
+from trainer.errors import PeerError, SetupError
 from trainer.processes.resources import cores
 from trainer.saving.weights import read_weights
 
@@ -214,6 +215,16 @@ def test_who_looks_for_more_workers_goes_on_where_none_can_be_started(loading, m
     assert (loader.workers, loader._search.settled) == (1, True)
     with pytest.raises(SetupError, match="no memory"):
         epoch(limited("data.workers=2"))
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
+def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_lost(error, loading, monkeypatch):
+    def killed(process):
+        raise error
+
+    monkeypatch.setattr(ForkServerProcess, "_Popen", staticmethod(killed))
+    with pytest.raises(PeerError, match="was killed"):
+        epoch(loading(photo_sets(), "data.workers=1"))
 
 
 def test_a_long_order_never_blocks_who_asks(loading):

@@ -5,6 +5,7 @@ Ranks here run a plugin that puts a small stand-in for `trainer.training.loop` i
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -338,6 +339,18 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_rank_is_lost(tmp_path: Path)
 
     ending = launching._ending(killed, tmp_path, Launch(2))
     assert ending is not None and ending.code == PeerError.code
+
+
+def test_a_rank_that_is_forked_as_a_signal_comes_is_ended(tmp_path: Path) -> None:
+    """Python would wait for it at the launcher's end, and it for ever for its peers."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def interrupted() -> None:
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+        raise SignalException("", signal.SIGINT)
+
+    ending = launching._ending(interrupted, tmp_path, Launch(2))
+    assert ending is not None and ending.code == 130 and not multiprocessing.active_children()
 
 
 def test_a_rank_whose_launcher_ended_as_it_was_forked_shows_nothing() -> None:

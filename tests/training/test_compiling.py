@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, result, trainer
+from trainer.saving import checkpoint
 
 WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
 WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0"]
@@ -51,6 +52,8 @@ def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
         assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:5") == expected
     assert counted(tmp_path / "graphs", *words, "resume=auto") == expected
     assert result(tmp_path / "run")["steps"] == 6 and len(losses(tmp_path / "run")) == 6
+    first = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000003")
+    assert first.position == (3, 0, 3), "of before the first evaluation, which takes long to compile"
 
 
 COLOURED = [pytest.param(f"data.channels=3{more}", marks=pytest.mark.full) for more in ("", " channels_last=true")]

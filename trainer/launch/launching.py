@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -233,6 +234,16 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
     return options
 
 
+def _end_unknown_ranks() -> None:
+    """Ranks that were forked as a signal came, of which torch does not know yet, have nothing to save."""
+    ranks = multiprocessing.active_children()
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        rank.join(interrupts.PROMPT)
+        rank.kill()
+
+
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:
     """Run to the end; None when every rank ended well."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -251,6 +262,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         }
         return endings.first_cause((seen | endings.reports(logs)).values())
     except SignalException as stopped:
+        _end_unknown_ranks()
         # The agent has passed the signal on and waited. A rank that could not save ends with another code.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())

@@ -67,12 +67,16 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
 
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done, or patience is lost."""
-    for epoch in range(run.position.epoch, run.recipe.epochs):
+    first = run.position.epoch
+    for epoch in range(first, run.recipe.epochs):
         if stopping.is_over(run):
             break
         begun = time.perf_counter()
         with run.ledger.span(STEPS):
             train_epoch(run, epoch)
+        if run.recipe.compile and epoch == first:  # compiling its evaluation may take longer than a signal leaves
+            with run.ledger.span("saving"):
+                snapshots.save(run)
         end_epoch(run, epoch, begun)
 
 
@@ -249,6 +253,7 @@ def note_memory(run: Run) -> None:
 
 def finish(run: Run) -> Result:
     """A run that ended well: the last result, the last line, the group dissolved."""
+    run.interrupts.nothing_new = lambda: False  # it leaves by itself
     with run.ledger.span("saving"):
         snapshots.finish_saving(run)
     note_memory(run)

@@ -151,8 +151,8 @@ class Run:
         return {**self.parameters, **self.strategy.named_buffers()}
 
     def nothing_new(self) -> bool:
-        """Whether a checkpoint holds all that was trained, and more is to be."""
-        return self.saver.committed == self.position.step < self.total_steps
+        """Whether a checkpoint holds all that was trained."""
+        return self.saver.committed == self.position.step
 
     def seconds(self) -> float:
         """Seconds of this run over all its parts."""

@@ -350,10 +350,11 @@ def test_a_lost_fork_server_is_replaced():
         assert list(pool.map(range(50))) == [i * i for i in range(50)]
 
 
-def test_a_fork_server_that_is_just_ending_is_asked_again(monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), EOFError("unexpected EOF")])
+def test_a_fork_server_that_is_just_ending_is_asked_again(error, monkeypatch):
     from multiprocessing import forkserver
 
-    connect, refused = forkserver.connect_to_new_process, [ConnectionRefusedError()]
+    connect, refused = forkserver.connect_to_new_process, [error]
 
     def asked(fds):
         if refused:

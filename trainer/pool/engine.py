@@ -23,7 +23,6 @@ Start = Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
 STARTING = 900.0  # seconds that a setup may take: models are downloaded and compiled in it
 STARTS = 10  # times that a seat's workers may end without any result
 LOOK = 0.02  # seconds between two checks whether a slow device's work is to be repeated
-ENDING = 0.5  # seconds that a killed process takes to end, at most
 GRACE = 1.0  # seconds for idle workers to end by themselves
 
 
@@ -134,11 +133,7 @@ class Engine:
 
     def _start(self, seat: Seat) -> None:
         try:
-            try:
-                seat.handle = self.start(seat, self.wake)
-            except ConnectionRefusedError:  # the fork server was killed, and its process has not quite ended
-                time.sleep(ENDING)
-                seat.handle = self.start(seat, self.wake)
+            seat.handle = self.start(seat, self.wake)
         except Exception as error:
             raise PredictionError(f"{seat} cannot be started: {error}") from error
         seat.ready, seat.since, seat.starts = False, time.monotonic(), seat.starts + 1

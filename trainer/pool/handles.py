@@ -21,6 +21,7 @@ import torch
 from trainer.pool.failures import Failure
 from trainer.pool.transport import Message, Packed, fetch, new_slot, pack_rows, store
 from trainer.pool.worker import Caller, Definition, Kind, main
+from trainer.processes import fork_server
 
 DEPTH = 2  # batches that a worker has at most: one that it computes, and the next
 
@@ -50,7 +51,7 @@ class ProcessHandle:
         resource_tracker.ensure_running()  # now, for it unblocks SIGINT
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for the child, until it ignores SIGINT itself
         try:
-            self.process.start()
+            fork_server.start(self.process)
         finally:
             theirs.close()
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from trainer.processes import early, family, pickling
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
+ENDING = 0.5  # seconds that a killed process takes to end, at most
 GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone
 SAFE = "PYTHONSAFEPATH"  # Python's variable: the working folder is not where modules come from
 LONGEST = 70  # bytes of a folder's path; a socket's may have 107, of which Python needs 32
@@ -55,6 +57,19 @@ def context(*preload: str) -> Any:
             os.environ[SAFE] = before
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
+
+
+def start(process: Any) -> None:
+    """Start a process of the context; once more where the server was killed just now, and has perhaps not quite ended.
+
+    Raises:
+        ConnectionError, EOFError: it was killed again.
+    """
+    try:
+        process.start()
+    except (ConnectionError, EOFError):
+        time.sleep(ENDING)
+        process.start()
 
 
 def _choose_folder() -> None:

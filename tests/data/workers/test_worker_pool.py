@@ -218,11 +218,17 @@ def test_who_looks_for_more_workers_goes_on_where_none_can_be_started(loading, m
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
-def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_lost(error, loading, monkeypatch):
+def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(error, loading, monkeypatch):
+    start, kills = ForkServerProcess._Popen, [error]
+
     def killed(process):
-        raise error
+        if kills:
+            raise kills.pop()
+        return start(process)
 
     monkeypatch.setattr(ForkServerProcess, "_Popen", staticmethod(killed))
+    assert same(epoch(loading(photo_sets(), "data.workers=1")), epoch(loading(photo_sets()))) and not kills
+    kills += [error] * 2
     with pytest.raises(PeerError, match="was killed"):
         epoch(loading(photo_sets(), "data.workers=1"))
 

@@ -122,7 +122,7 @@ class Group:
             answer, mine = context.Pipe(duplex=False)
             where = os.path.join(self.folder.name, "store")
             child = context.Process(target=_rank, args=(self.backend, rank, self.size, where, mine), daemon=True)
-            child.start()
+            fork_server.start(child)
             mine.close()
             self.children.append(child)
             self.answers.append(answer)

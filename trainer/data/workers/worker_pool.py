@@ -246,7 +246,7 @@ class Workers:
             process = context.Process(
                 target=serve, args=(theirs, self._readers(buffers), buffers.order, info), daemon=True
             )
-            process.start()
+            fork_server.start(process)
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
             by_name = [source for source in self._sources if not getattr(source, "by_value", True)]
             if not by_name:

@@ -92,6 +92,7 @@ class Job:
         *words: str,
         start: type[subprocess.Popen[bytes]] = subprocess.Popen,
         torchrun: bool = False,
+        fault: str = "",
     ) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.blocks = blocks()
@@ -108,7 +109,7 @@ class Job:
         self.words = words
         self.main = start(
             [sys.executable, *before, "trainer", *words, f"output={folder}"],
-            env=environment(STORM=self.mark, **kernels),
+            env=environment(STORM=self.mark, TRAINER_FAULT=fault, **kernels),
             stdin=subprocess.DEVNULL,
             stdout=self.out,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import warm
+from tests.command_line import orphaned_blocks
 from tests.soak import Sample, Soak, grown, small_disk
 from tests.storms import MODES, SEVERAL, SIGNALS, TIMEOUT, WORDS, Job, Storms, slack, strike
 
@@ -108,3 +109,69 @@ def test_growth_over_a_long_run_is_told(more, told):
             used = {what: n + int(more.get(what, lambda at, age: 0)(at, at % life)) for what, n in used.items()}
             samples.append(Sample(at, role, at // life, at % life, **used))
     assert len(grown(samples, 7200)) == told, grown(samples, 7200)
+
+
+# What TRAINER_FAULT does, and the exit codes that fit; `reader` is the last rank that reads images.
+FAULTS = {
+    "nan@{reader}:17": {5},
+    "oom@{last}:17": {6},
+    "kill@{last}:17": {7, 137},
+    "hang@{last}:17": {7},
+    "full@save:write": {28},
+    "full@save:fsync": {28},
+    "kill@save:rename": {7, 137},
+    "kill@save:prune": {7, 137},
+    "full@save#{last}:write": {28},
+}
+# Nothing can be written, read, divided or held: before the first step.
+REFUSED = {
+    ("batch_size=5000",): {2},
+    ("data.name=imagefolder", "data.root=nowhere"): {3},
+    ("output=/dev/null/run",): {3},
+}
+
+
+@pytest.mark.full("a quarter of an hour")
+@pytest.mark.parametrize("mode", MODES)
+def test_each_fault_ends_each_mode_with_its_code_and_the_run_goes_on(storms, mode, tmp_path):
+    """No process and no shared memory are left, and the folder goes on to the undisturbed run's losses and weights."""
+    several = mode in SEVERAL
+    last = (4 if mode == "1f1b 2x2" else 2) - 1 if several else 0
+    reader = 0 if "mode=pipeline" in MODES[mode] else last
+    words = [*WORDS, *MODES[mode]]
+    for number, (fault, codes) in enumerate(FAULTS.items()):
+        if not several and ("hang" in fault or "#" in fault):
+            continue  # nobody is there to notice; it is rank 0 that saves
+        folder = tmp_path / str(number)
+        job = Job(
+            folder, *words, f"timeout={TIMEOUT}", start=storms.start, fault=fault.format(last=last, reader=reader)
+        )
+        try:
+            code, _ = job.end(120 * slack())
+            assert (code if code >= 0 else 128 - code) in codes, (mode, fault, code, job.text())
+            assert "Traceback" not in job.text(), (mode, fault, job.text())
+            assert not orphaned_blocks(job.blocks), (mode, fault)
+        finally:
+            job.clear()
+        storms.finish(folder, *words)
+        storms.compare(mode, folder, words)
+    for more, codes in REFUSED.items():
+        job = Job(tmp_path / "refused", *words, *more, start=storms.start)
+        try:
+            code, _ = job.end(60 * slack())
+            assert code in codes and "Traceback" not in job.text(), (mode, more, code, job.text())
+            assert not orphaned_blocks(job.blocks), (mode, more)
+        finally:
+            job.clear()
+    busy = Job(tmp_path / "busy", *words, start=storms.start)
+    try:
+        while not (tmp_path / "busy" / ".lock").exists():
+            assert busy.main.poll() is None, busy.text()
+        other = Job(tmp_path / "busy", *words, start=storms.start)
+        try:
+            assert other.end(60 * slack())[0] == 8, other.text()
+        finally:
+            other.clear()
+        assert busy.end(120 * slack())[0] == 0, busy.text()
+    finally:
+        busy.clear()

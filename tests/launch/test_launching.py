@@ -139,8 +139,8 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
         launching.launch_to_start(recipe, "3")
     with pytest.raises(RecipeError, match=r"mode=single .*\b4\b"):
         launching.launch_to_start(load(None, "mode=single", "devices=[cpu]"))
-    with pytest.raises(RecipeError, match=r"batch_size=6 .*\b4 processes.*batch_size=4 or 8"):
-        launching.launch_to_start(load(None, "batch_size=6", "devices=[cpu]"))
+    with pytest.raises(RecipeError, match=r"batch_size=3 .*\b4 processes.*batch_size=4\b"):
+        launching.launch_to_start(load(None, "batch_size=3", "devices=[cpu]"))
 
 
 def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ def test_a_rank_knows_whether_machines_may_come_and_go(typed, variable, nodes, m
         ours = {"RANK": "0", "WORLD_SIZE": "1", LAUNCHER: str(launcher.pid), "PET_NNODES": variable}
         for name, value in ours.items():
             monkeypatch.setenv(name, value)
+        while not Path(f"/proc/{launcher.pid}/cmdline").read_bytes():  # of a process that has just begun
+            time.sleep(0.01)
         assert elastic_nodes() == nodes
         lacking = {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         for name, value in lacking.items():

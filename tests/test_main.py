@@ -118,7 +118,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["recipe=digits", "recipe=mnist"], "recipe=digits recipe=mnist"),
         (["recipe="], "recipe= empty"),
         (["recipe=digits", "nproc=x"], "nproc=x"),
-        (["recipe=digits", "nproc=3", "batch_size=64"], "3 batch_size=63 66"),
+        (["recipe=digits", "mode=local_sgd", "nproc=3", "batch_size=64"], "3 batch_size=63 66"),
         (["recipe=digits", "mode=single", "nproc=2"], "mode=single 2"),
         (["recipe=digits", "model.name=resnet5O"], "model.name=resnet50?"),
         (["recipe=digits", "data.name=digit"], "data.name=digits?"),
@@ -398,7 +398,7 @@ def test_rejecting_imports_nothing_heavy() -> None:
     """Torch alone takes seconds; without it a rejection takes 0.2 s (timed by hand, not here)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     environment["NPROC"] = "3"
-    words = ["-X", "importtime", "-m", "trainer", "recipe=digits", "batch_size=64", "devices=[cpu]"]
+    words = ["-X", "importtime", "-m", "trainer", "recipe=digits", "mode=local_sgd", "batch_size=64", "devices=[cpu]"]
     answer = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )

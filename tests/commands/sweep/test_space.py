@@ -43,7 +43,7 @@ BAD = [
     (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words continue it"),
     (["optimizer.name=[sgd,adam]", "optimizer.nesterov=true"], "a trial with optimizer.name=adam cannot run"),
     (["model.name=[cnn,cnnn]"], "did you mean model.name=cnn?"),
-    (["batch_size=[96,97]", "mode=ddp", "nproc=2"], "a trial with batch_size=97 cannot run"),
+    (["batch_size=[96,97]", "mode=local_sgd", "nproc=2"], "a trial with batch_size=97 cannot run"),
     (["seed=[" + ",".join(map(str, range(40))) + "]", "epochs=[" + ",".join(map(str, range(1, 40))) + "]"], "1,560"),
     (["optimizer.lr=[0.1,0.2]", "plugin=no_such_module"], "no_such_module"),
 ]

@@ -73,6 +73,7 @@ def test_of_two_runs_in_one_folder_one_ends(storms):
     assert len(storms.run(("unlocked",), 1, ["single"])) == 1
 
 
+@pytest.mark.full("half a minute of both cores")
 def test_a_run_that_is_disturbed_all_the_while_ends_with_the_same_weights(tmp_path):
     """As `python -m tests.soak` has it for hours; a weight that differs by little is seen."""
     with small_disk(tmp_path / "disk", "96m") as small:

@@ -223,7 +223,7 @@ def grown(samples: Iterable[Sample], whole: float) -> list[str]:
         if oldest >= 2 * settled:
             early = [sample for sample in life if settled <= sample.age <= 1.5 * settled]
             told += _more(f"{role} ({pid})", early, [sample for sample in life if sample.age >= 0.75 * oldest])
-        of_age = [sample for sample in life if 0.1 * settled <= sample.age <= 0.3 * settled]
+        of_age = [sample for sample in life if max(30.0, 0.1 * settled) <= sample.age <= max(60.0, 0.3 * settled)]
         for n, there in enumerate((lambda at: at < whole / 3, lambda at: at > 2 * whole / 3)):
             young[role][n].extend(sample for sample in of_age if there(sample.at))
     for role, (first, last) in young.items():

@@ -236,12 +236,12 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
 
 def _end_unknown_ranks() -> None:
     """Ranks that were forked as a signal came, of which torch does not know yet, have nothing to save."""
-    ranks = multiprocessing.active_children()
-    for rank in ranks:
-        rank.terminate()
-    for rank in ranks:
-        rank.join(interrupts.PROMPT)
-        rank.kill()
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(interrupts.PROMPT)
+        child.kill()
 
 
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:

@@ -75,7 +75,7 @@ def folder(tmp_path):
         (3, CNN),
         (2, ["model.name=half_used", "precision=fp16", "optimizer.lr=0.1"]),
         (2, [*CNN, "accumulate=2", "clip_grad_norm=0.5", "model.freeze=1", "ema=0.9"]),
-        (2, ["model.name=cnn", "sync_bn=true", "optimizer.lr=0.001"]),
+        pytest.param(2, ["model.name=cnn", "sync_bn=true", "optimizer.lr=0.001"], marks=pytest.mark.full),
         pytest.param(2, [*CNN, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
     ],
 )

@@ -127,7 +127,6 @@ DIAGONAL = {
     ("segmentation", "1f1b"),
     ("measurements", "streams"),
     ("tokens", "ddp"),
-    ("tokens", "1f1b"),
     ("weighted", "hogwild"),
     ("focal", "ddp"),
 }

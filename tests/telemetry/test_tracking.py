@@ -144,7 +144,9 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 
-@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+@pytest.mark.parametrize(
+    "variables", [{"TERM": "xterm", "NO_COLOR": "1"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.full)]
+)
 def test_a_terminal_that_cannot_or_a_user_who_will_not(variables, tmp_path):
     text = on_terminal(tmp_path / "run", 80, "mode=single", **variables)
     assert "\033[1m" not in text and "4/4" in text

@@ -38,7 +38,7 @@ def tenth(report):
 CALLS = {"on_step": halve, "on_epoch": tenth}
 MODES = {
     "ddp": {"mode": "ddp", "nproc": 2},
-    "pipeline": {"mode": "pipeline", "nproc": 2},
+    "pipeline": {"mode": "pipeline", "nproc": 2, "pipeline__microbatches": 2},
     "fsdp": {"mode": "fsdp", "nproc": 2},
     "streams": {"mode": "pipeline", "devices": ["cpu", "cpu"], "pipeline__schedule": "streams"},
     "local_sgd": {"mode": "local_sgd", "nproc": 2},

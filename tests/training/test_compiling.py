@@ -28,7 +28,7 @@ WAYS = {
     "local_sgd": ["mode=local_sgd", "nproc=2"],
     "fsdp": ["mode=fsdp", "nproc=2"],
 }
-OFTEN = ("single", "1f1b", "fsdp")
+OFTEN = ("single", "1f1b")
 
 
 def counted(path, *words, **env):

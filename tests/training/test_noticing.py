@@ -223,7 +223,15 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize(("mode", "compute"), [("ddp", False), ("ddp", True), ("fsdp", True), ("local_sgd", True)])
+@pytest.mark.parametrize(
+    ("mode", "compute"),
+    [
+        ("ddp", False),
+        pytest.param("ddp", True, marks=pytest.mark.full),
+        pytest.param("fsdp", True, marks=pytest.mark.full),
+        ("local_sgd", True),
+    ],
+)
 def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     """With windows of a moment."""
     (tmp_path / "slow_rank.py").write_text(textwrap.dedent(SLOW.format(compute=compute)))

@@ -203,11 +203,18 @@ class Strategy:
         """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
 
     def broadcast_buffers(self, averages: Mapping[str, Tensor], along: str | None = None) -> None:
-        """Rank 0's buffers and their moving averages, or those of the first rank along a dimension, on every rank."""
+        """Rank 0's buffers and their moving averages, or those of the first rank along a dimension, on every rank.
+
+        Those of a type go in one message: a network has dozens of them, of a few bytes.
+        """
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for name, buffer in self.named_buffers().items():
-            self.world.broadcast_(buffer, along)
-            if name in averages:
-                self.world.broadcast_(averages[name], along)
+            for tensor in (buffer, *([averages[name]] if name in averages else [])):
+                alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for tensors in alike.values():
+            message = self.world.broadcast_(torch.cat([tensor.reshape(-1) for tensor in tensors]), along)
+            for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:

@@ -91,13 +91,12 @@ class Saver:
     def to_host(self, part: str, name: str, tensor: Tensor) -> Tensor:
         """A copy in host memory that stays as it is while training goes on; of a GPU's tensor, once it is synchronised.
 
-        Those are pinned, and used again by the next save: `wait` for the one before.
+        Its memory, pinned for a GPU, is used again by the next save: `wait` for the one before.
         """
-        if tensor.device.type != "cuda":
-            return tensor.detach().to("cpu", copy=True)
         buffer = self._buffers.get((part, name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = tensor.device.type == "cuda"
+            buffer = self._buffers[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def start(self, save: Save, begun: float) -> None:

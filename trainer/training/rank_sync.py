@@ -83,12 +83,12 @@ class RankSync:
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
             before = self._window
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
-        with run.ledger.span("logging"):
-            first = run.timer.seen <= max(1, steps)
-            pace, own = seconds / max(1, steps), run.strategy.own
-            mine = None if own is None else (pace, waited / max(1, steps), own.lap())
-            agreed = self.exchange(step, pace, math.fsum(losses), len(losses), bad, first, mine)
-            if agreed.ranks and not first:
+        first = run.timer.seen <= max(1, steps)
+        pace, own = seconds / max(1, steps), run.strategy.own
+        mine = None if own is None else (pace, waited / max(1, steps), own.lap())
+        agreed = self.exchange(step, pace, math.fsum(losses), len(losses), bad, first, mine)
+        if agreed.ranks and not first:
+            with run.ledger.span("logging"):
                 noticing.watch_ranks(run, steps, agreed.ranks)
         if log:
             self._window = (0, 0.0, 0.0)

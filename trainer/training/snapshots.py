@@ -21,6 +21,7 @@ from trainer.errors import NotFiniteError
 from trainer.models.zoo import bare
 from trainer.optim.optimizers import optimizer_state
 from trainer.processes.rank import job_id
+from trainer.processes.resources import cores
 from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
 from trainer.saving.files import writing
 from trainer.saving.saver import Cost, Save, Saver
@@ -97,13 +98,13 @@ def _interval(run: Run) -> tuple[float, str]:
     """Seconds between saves that lose the least time, to saves and to steps that a failure undoes; how it is computed.
 
     Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974). On the CPU a save also
-    costs what its thread takes of a core, at most.
+    costs what its thread takes of all cores, between which the system moves it.
     """
     costs, hours = run.saver.costs, run.recipe.save.mttf_hours
     if not costs:
         return FIRST, ""
-    on_cpu = run.world.device.type == "cpu"
-    cost = sum(cost.blocked + cost.cpu * on_cpu for cost in costs) / len(costs)
+    part = 1 / cores() if run.world.device.type == "cpu" else 0.0
+    cost = sum(cost.blocked + cost.cpu * part for cost in costs) / len(costs)
     seconds = math.sqrt(2 * cost * 3600 * hours)
     return seconds, (
         f"a save costs {cost:.2g} s and a failure comes every {hours:g} h (save.mttf_hours), so one every "

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from trainer.models.blocks import freeze
 from trainer.models.norms import check_alone
 from trainer.models.partition import trace
 from trainer.modes import STRATEGIES, sync_batchnorm
+from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.wire import Wire
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
@@ -382,3 +384,21 @@ def test_buffers_are_broadcast_only_where_a_training_step_reads_them():
     model.register_buffer("scale", torch.ones(4))
     assert read_in_training(model)
     assert read_in_training(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+
+
+def test_buffers_of_a_type_go_in_one_message():
+    """And their moving averages; of any layout."""
+
+    def work(world):
+        fill = 1.0 + world.rank
+        buffers = {str(n): torch.full((n, 2), fill) for n in range(4)} | {"count": torch.tensor(world.rank)}
+        buffers["image"] = torch.full((1, 3, 2, 2), fill).contiguous(memory_format=torch.channels_last)
+        averages = {"3": torch.full((3, 2), 10 * fill), "weight": torch.tensor(fill)}
+        strategy = SimpleNamespace(world=world, named_buffers=lambda: buffers)
+        Strategy.broadcast_buffers(strategy, averages)
+        return world.sent, buffers, averages
+
+    for rank, (sent, buffers, averages) in enumerate(on_ranks(2, work)):
+        assert sent == 2 and buffers.pop("count") == 0
+        assert all((values == 1).all() for values in buffers.values())
+        assert (averages["3"] == 10).all() and averages["weight"] == 1 + rank, "weights are no buffers"

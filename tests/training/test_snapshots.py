@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from safetensors.torch import load_file
 
 from tests.command_line import BARE, QUIET, ok, result, trainer
 from trainer.errors import DiskFullError, PeerError
+from trainer.processes.resources import cores
 from trainer.saving import checkpoint
+from trainer.saving.saver import Cost
+from trainer.training import snapshots
 
 RUN = ["recipe=digits", "model.name=cnn_gn", "batch_size=256", "epochs=3", "ema=0.9", "max_steps=15", *QUIET]
 RUN += BARE
@@ -126,3 +131,13 @@ def test_saving_is_told_with_what_it_cost(tmp_path: Path) -> None:
     ok(*RUN, "mode=single", "save.every_steps=4", f"output={tmp_path / 'run'}")
     told = result(tmp_path / "run")["save"]
     assert told["count"] == 6 and 0 < told["blocked_s"] <= told["seconds"]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.1 + 0.6 / cores()), ("cuda", 0.1)])
+def test_the_best_interval_is_youngs(device: str, seconds: float) -> None:
+    """On the CPU a save's thread takes cores that train."""
+    costs = [Cost(1, 2.0, 0.4, 0.15), Cost(2, 2.0, 0.8, 0.05)]
+    recipe = SimpleNamespace(save=SimpleNamespace(mttf_hours=2.0))
+    world = SimpleNamespace(device=torch.device(device))
+    run: Any = SimpleNamespace(saver=SimpleNamespace(costs=costs), recipe=recipe, world=world)
+    assert snapshots._interval(run)[0] == pytest.approx((2 * seconds * 7200) ** 0.5)

@@ -141,3 +141,7 @@ def test_the_best_interval_is_youngs(device: str, seconds: float) -> None:
     world = SimpleNamespace(device=torch.device(device))
     run: Any = SimpleNamespace(saver=SimpleNamespace(costs=costs), recipe=recipe, world=world)
     assert snapshots._interval(run)[0] == pytest.approx((2 * seconds * 7200) ** 0.5)
+    costs.clear()
+    assert snapshots._interval(run)[0] == 60
+    recipe.save.mttf_hours = 1 / 60
+    assert snapshots._interval(run)[0] == 3, "one that is often killed gets on"

@@ -32,7 +32,7 @@ from trainer.training.resuming import bound_to, part_of_rank, private_tensors
 from trainer.training.run import Run
 
 Parts = dict[str, dict[str, Piece]]  # by the name of a file without its ending, then by plain name
-FIRST = 60.0  # seconds until the first save, before it is known what one costs
+FIRST = 60.0  # seconds until the first save at most, before it is known what one costs
 
 
 def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
@@ -102,7 +102,7 @@ def _interval(run: Run) -> tuple[float, str]:
     """
     costs, hours = run.saver.costs, run.recipe.save.mttf_hours
     if not costs:
-        return FIRST, ""
+        return min(FIRST, 3600 * hours / 20), ""
     part = 1 / cores() if run.world.device.type == "cpu" else 0.0
     cost = sum(cost.blocked + cost.cpu * part for cost in costs) / len(costs)
     seconds = math.sqrt(2 * cost * 3600 * hours)

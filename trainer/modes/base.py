@@ -213,7 +213,9 @@ class Strategy:
                 alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         for tensors in alike.values():
             message = self.world.broadcast_(torch.cat([tensor.reshape(-1) for tensor in tensors]), along)
-            for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
+            for tensor, values in zip(
+                tensors, message.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True
+            ):
                 tensor.copy_(values.view(tensor.shape))
 
     @contextmanager

@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import fitted
 from trainer.modes import Context
 from trainer.processes.resources import locate
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.processes.world import PATIENCE
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
@@ -80,7 +80,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         told = task.text(metrics_of(found))
         images = f"{found['val_samples']:,} held-out images of {data.name}"
         images += f"; {skipped:,} more cannot be read" if skipped else ""
-        print(as_typed(f"{path}: val {told} on {images}"), flush=True)
+        say(f"{path}: val {told} on {images}")
     world.barrier()
     world.close()
     return found
@@ -90,10 +90,7 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
     """The data set of weights at `path`, with the images held out that their run held out.
 
     A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
-    another folder than the run's, all are held out.
-
-    Raises:
-        CheckpointError: its classes are not those of the weights.
+    another folder than the run's, all are held out. Raises CheckpointError.
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
     data = open_datasets(recipe, Before(held_out_of(path), elsewhere))
@@ -155,10 +152,7 @@ class ImageFacts(BaseModel):
 
     @classmethod
     def of(cls, path: Path, facts: Mapping[str, str]) -> ImageFacts:
-        """
-        Raises:
-            CheckpointError: what they tell makes no sense.
-        """
+        """Raises CheckpointError."""
         try:
             known = (f'"{key}":{facts[key]}' for key in cls.model_fields if key in facts)
             return cls.model_validate_json("{" + ",".join(known) + "}")
@@ -167,10 +161,8 @@ class ImageFacts(BaseModel):
 
 
 def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
-    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in.
-
-    Raises:
-        CheckpointError: neither does.
+    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in. Raises
+    CheckpointError.
     """
     for folder in (None, *path.absolute().parents[:2]):
         if folder is not None and (folder / "last.safetensors").is_file():

@@ -35,9 +35,7 @@ Damaged = tuple[str, str, str]  # train or val, path, reason
 
 def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
     """The same set, with what was found to be damaged in `damaged` and in a note, the same on every rank. Collective.
-
-    Raises:
-        SetupError: a photo is damaged, and data.on_error=stop.
+    Raises SetupError.
     """
     mine = world.all_or_none(lambda: _look(data, recipe, world), PATIENCE)
     damaged = tuple(world.broadcast_object(sorted(one for part in world.gather(mine) for one in part)))

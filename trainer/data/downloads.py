@@ -65,11 +65,7 @@ def data_folder(data: DataRecipe) -> Path:
 
 
 def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
-    """(training set, held-out set, class names), downloaded where that is needed and allowed.
-
-    Raises:
-        SetupError: it is not here and cannot be downloaded.
-    """
+    """(training set, held-out set, class names), downloaded where that is needed and allowed. Raises SetupError."""
     known, root = PUBLISHED[data.name], data_folder(data)
     loaded = _load(known, root)
     why = "data.download=false"

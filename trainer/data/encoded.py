@@ -38,11 +38,7 @@ def in_shard(shard: ShardFile, kind: bytes) -> bytes:
 
 
 def encoded(address: bytes) -> Bytes:
-    """The bytes of an image.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
-    """
+    """The bytes of an image. Raises OSError, ValueError."""
     path, *rest = address.split(b"\0")
     if not rest:
         return read_file(path)
@@ -57,19 +53,13 @@ def open_address(address: bytes, channels: int, pixel_range: Range | None = None
 
 
 def header_file(address: bytes) -> BinaryIO:
-    """A file to read an image's header from.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """A file to read an image's header from. Raises OSError, ValueError."""
     return io.BytesIO(encoded(address).data) if b"\0" in address else files.opened(address)
 
 
 def ends(address: bytes) -> tuple[bytes, bytes, int] | None:
-    """The first and the last `ENDS` bytes of an image, and its size; None where they cost reading many images.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
+    """The first and the last `ENDS` bytes of an image, and its size; None where they cost reading many images. Raises
+    OSError, ValueError.
     """
     path, *rest = address.split(b"\0")
     if not rest:

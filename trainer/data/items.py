@@ -21,11 +21,7 @@ COUNTED = 10_000  # items that are read to count their classes where nothing els
 
 
 def pair(item: Any) -> tuple[Any, Any]:
-    """An item's input and target; those of a dictionary by their keys.
-
-    Raises:
-        ValueError: it has another form.
-    """
+    """An item's input and target; those of a dictionary by their keys. Raises ValueError."""
     if isinstance(item, Mapping):
         keys = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
         if None in keys:
@@ -44,11 +40,7 @@ def pair(item: Any) -> tuple[Any, Any]:
 
 
 def as_input(value: Any) -> Any:
-    """An item's input as a Pillow image or a tensor, with an image's channels first.
-
-    Raises:
-        TypeError: it is neither, nor an array of numbers.
-    """
+    """An item's input as a Pillow image or a tensor, with an image's channels first. Raises TypeError."""
     if isinstance(value, Image.Image):
         return value
     return channels_first(torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value), 3)
@@ -81,11 +73,7 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
-    """The names of a set's classes, or of a regression's values, where it has any, else numbers.
-
-    Raises:
-        RecipeError: their number is not known.
-    """
+    """The names of a set's classes, or of a regression's values, where it has any, else numbers. Raises RecipeError."""
     if (known := _class_names(part)) and kind.reads != "values":
         return known
     tensors = tensors_of(part)

@@ -35,10 +35,7 @@ def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
     """Optimizer steps in an epoch of `samples` training images, the same on every shard.
 
     As many as there are full global batches; where every sample is used, as many as the largest shard needs with
-    batch_size / count images a step.
-
-    Raises:
-        RecipeError: fewer images than one global batch, or shards so small that a micro-batch would be empty.
+    batch_size / count images a step. Raises RecipeError.
     """
     if samples < recipe.batch_size:
         rows = shard.count * recipe.accumulate * recipe.augment.together
@@ -102,10 +99,7 @@ def worker_search(
 
     As many as the recipe says, or as cores and memory allow; none where all samples are read `soon`. With
     data.workers=auto the number that was `measured` before under the same conditions; else they start with as many as
-    are allowed, and are measured in training.
-
-    Raises:
-        SetupError: too little shared memory for them.
+    are allowed, and are measured in training. Raises SetupError.
     """
     workers = recipe.data.workers
     most = allowed(readers, batch_bytes)
@@ -150,10 +144,7 @@ class Loader:
         measured: Mapping[str, Any] | None = None,
     ) -> None:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory; `measured` is
-        `measured_workers` of an earlier part of the run.
-
-        Raises:
-            SetupError: too little shared memory for the loader workers.
+        `measured_workers` of an earlier part of the run. Raises SetupError.
         """
         self._datasets, self._recipe, self._shard, self._device = datasets, recipe, shard, device
         samples = len(datasets.train)

@@ -54,11 +54,7 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
 
 
 def open_registered(recipe: Recipe) -> Datasets:
-    """The data set of the function that is registered as `data.name`.
-
-    Raises:
-        RecipeError: it returns something else than `register_dataset` says.
-    """
+    """The data set of the function that is registered as `data.name`. Raises RecipeError."""
     data = recipe.data
     made = registered[data.name](data)
     if isinstance(made, Datasets):
@@ -133,10 +129,7 @@ def in_memory(
 ) -> Datasets:
     """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), resized to the recipe's size.
 
-    `known` are the images' mean and standard deviation, a channel each.
-
-    Raises:
-        RecipeError: images of another shape than the recipe can have.
+    `known` are the images' mean and standard deviation, a channel each. Raises RecipeError.
     """
     channels = data.channels or train[0].shape[1]
     height, width = train[0].shape[-2:]

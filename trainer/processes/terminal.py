@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TextIO
 
+from trainer.errors import Interrupted, RecipeError
+
 BOLD, DIM, RED, GREEN = "1", "2", "31", "1;32"  # of SGR: they can be read on light and on dark
 PATIENCE = 5.0  # seconds of silence until a wait is explained
 
@@ -35,6 +37,26 @@ def as_typed(text: str) -> str:
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
     text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
     return text.replace("pip install", _install())
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print a text, as it is safe and with the commands that work here."""
+    print(as_typed(text), end=end, flush=True)
+
+
+def agreed(command: str, what: str, question: str) -> bool:
+    """Whether the user lets a command delete `what`. Raises RecipeError where nobody can answer, Interrupted."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise RecipeError(f"{command} asks before it deletes, but nobody can answer here: add yes=true")
+    print(what)
+    try:
+        return input(f"{question} y/N ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
+    except KeyboardInterrupt:
+        print()  # the line that was not ended
+        raise Interrupted("stopped by Ctrl-C; nothing was deleted") from None
 
 
 def name_installed_command(started: str) -> None:

@@ -29,7 +29,7 @@ from trainer.commands.plan import plan
 from trainer.devices import cards
 from trainer.errors import FolderInUseError, Interrupted, RecipeError, TrainerError
 from trainer.processes import resources
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
@@ -77,13 +77,7 @@ def _stands_in(entry: Entry) -> bool:
 
 @contextmanager
 def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) -> Iterator[Path]:
-    """The comparison's folder, held under a lock.
-
-    Raises:
-        FolderInUseError: it holds another comparison, finished or alive.
-        RecipeError: it is continued with other words.
-        SetupError: it cannot be written.
-    """
+    """The comparison's folder, held under a lock. Raises FolderInUseError, RecipeError, SetupError."""
     stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(output).expanduser() if output else Path(stem)
     number = 1
@@ -159,15 +153,15 @@ class Comparison:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
             files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(report))]
-            _say(f"  tables   {', '.join(files)}")
-            _say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
+            say(f"  tables   {', '.join(files)}")
+            say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
         return report
 
     def _measure(self) -> None:
-        _say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
+        say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
         for entry in self.entries:
             how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
-            _say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
+            say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
         self._round(0)
         checked = [row.results[0] for row in self.rows if 0 in row.results]
         if not checked:
@@ -176,12 +170,12 @@ class Comparison:
         self.length = self.length or running.choose_length(self.base, checked, self.asked.steps, fixed)
         self._write("running")
         more = "" if self.asked.repeats else ", or longer where a difference could go unnoticed"
-        _say(f"{self.length.steps} steps per run; {tqdm.format_interval(self._left())} left{more}")
+        say(f"{self.length.steps} steps per run; {tqdm.format_interval(self._left())} left{more}")
         for repeat in self._rounds():
             self._round(repeat)
             self._write("running")
         timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
-        _say("compared with what plan predicts from a few seconds of measuring")
+        say("compared with what plan predicts from a few seconds of measuring")
         self.predicted = {**predictions(self.entries, timed, self.asked.plugin), **self.predicted}
 
     def _rounds(self) -> Iterator[int]:
@@ -194,7 +188,7 @@ class Comparison:
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
-            _say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
+            say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
             done, self.repeats = self.repeats, enough
             yield from range(done + 1, enough + 1)
 
@@ -240,7 +234,7 @@ class Comparison:
             total = (self.repeats + 1) * self.able
             what = f"repeat {repeat}" if repeat else "check of the losses"
             left = f"; {tqdm.format_interval(self._left())} left" if repeat else ""
-            _say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s{left}")
+            say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s{left}")
 
     def _note(self, entry: Entry, result: Mapping[str, Any], begun: float) -> None:
         """What a run took that began then; of one that an earlier command did, about that."""
@@ -279,7 +273,7 @@ class Comparison:
             made = comparison_table.draw(self.folder, report, self.entries, self.sweep)
             comparison_table.to_tensorboard(self.folder, report, self.entries, made)
         except Exception as error:
-            _say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
+            say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
             return []
         return made
 
@@ -303,7 +297,3 @@ def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
             models[key] = batch_dependent(entry.recipe)
         parts[entry.name] = models[key]
     return parts
-
-
-def _say(text: str) -> None:
-    print(as_typed(text), flush=True)

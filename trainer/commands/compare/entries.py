@@ -78,16 +78,13 @@ def entries(
     nproc: str | None = None,
     plugin: str | None = None,
 ) -> list[Entry]:
-    """What is to be compared, in the order in which it is to run.
+    """What is to be compared, in the order in which it is to run. Raises RecipeError.
 
     Args:
         source: the recipe's name, file or contents.
         words: of the recipe, for every entry.
         modes: a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one of `mode=`
             in words, the recipe's in a sweep, else all.
-
-    Raises:
-        RecipeError: words that no entry could run with, with what to type instead.
     """
     base = recipe.load(source, *words)
     if plugin is None:
@@ -120,11 +117,7 @@ def entries(
 
 
 def parse_modes(text: str) -> list[str]:
-    """The value of `modes=`.
-
-    Raises:
-        RecipeError: it is not a list of modes.
-    """
+    """The value of `modes=`. Raises RecipeError."""
     modes = _yaml(text)
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not all(isinstance(mode, str) for mode in modes):
@@ -133,11 +126,7 @@ def parse_modes(text: str) -> list[str]:
 
 
 def parse_sweep(text: str) -> Sweep:
-    """The value of `sweep=`, key:[values].
-
-    Raises:
-        RecipeError: there is no such key, or no list of values.
-    """
+    """The value of `sweep=`, key:[values]. Raises RecipeError."""
     key, colon, rest = text.partition(":")
     values = _yaml(rest, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
     if not colon:

@@ -13,7 +13,7 @@ from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 
 
 def command(words: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def command(words: Sequence[str]) -> int:
     if words:
         raise RecipeError(f"doctor takes no words, not '{words[0][:80]}': type python -m trainer doctor")
     report = examine()
-    print(as_typed(report.text()), flush=True)
+    say(report.text())
     return SetupError.code if report.problems else 0
 
 

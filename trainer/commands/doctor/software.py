@@ -138,11 +138,7 @@ class Group:
         self.folder.cleanup()
 
     def outcome(self) -> str:
-        """That it works.
-
-        Raises:
-            SetupError: it does not, with the reason of the process that failed by itself.
-        """
+        """That it works. Raises SetupError."""
         reasons = [reason for rank in range(self.size) if (reason := self._answer(rank))]
         if reasons:
             reasons.sort(key=lambda reason: "lost another rank" in reason)  # a rank that failed by itself comes first

@@ -23,13 +23,7 @@ EXAMPLE = "as in export runs/x format=onnx"
 
 
 def command(words: Sequence[str]) -> str:
-    """Export what the words name; returns what to print.
-
-    Raises:
-        RecipeError: the words mean nothing, or the format cannot express the model.
-        SetupError: a library is missing, or the file cannot be written.
-        CheckpointError: there are no such weights, or none that can be used.
-    """
+    """Export what the words name; returns what to print. Raises RecipeError, SetupError, CheckpointError."""
     options, rest = split_words(words, ("format", "output", "plugin", "checkpoint"))
     run = _run([options["checkpoint"]] if "checkpoint" in options else [], rest)
     rest = [word for word in rest if "=" in word]

@@ -28,12 +28,8 @@ INSTEAD = {
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
-    """Export the weights at `path`; returns what to print. The file has its name only once it was checked.
-
-    Raises:
-        CheckpointError: no usable weights.
-        RecipeError: the format cannot express the model.
-        SetupError, DiskFullError: the file cannot be written.
+    """Export the weights at `path`; returns what to print. The file has its name only once it was checked. Raises
+    CheckpointError, RecipeError, SetupError, DiskFullError.
     """
     source = load(path, words)
     folder = target.parent

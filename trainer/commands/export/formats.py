@@ -74,11 +74,8 @@ class ExportSource:
 
 
 def load(path: Path, words: Sequence[str]) -> ExportSource:
-    """The model of a run folder (its last weights), of a checkpoint, or of a .safetensors file of a run.
-
-    Raises:
-        CheckpointError: no usable weights, or nothing says what their inputs are.
-        RecipeError: the words cannot go on top of the run's own recipe.
+    """The model of a run folder (its last weights), of a checkpoint, or of a .safetensors file of a run. Raises
+    CheckpointError, RecipeError.
     """
     tensors, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, tuple(words))

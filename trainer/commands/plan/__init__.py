@@ -19,7 +19,7 @@ from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.run_plan import RunPlan
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_files import split_words
@@ -46,7 +46,7 @@ def command(words: Sequence[str]) -> int:
     else:
         from trainer.commands.plan.plan_page import page_of
 
-        print(as_typed(page_of(run_plan)))
+        say(page_of(run_plan))
     return 0
 
 

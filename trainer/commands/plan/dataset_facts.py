@@ -70,10 +70,8 @@ class DatasetFacts:
 
 
 def dataset_facts(recipe: Recipe) -> DatasetFacts:
-    """The recipe's images. Folders are counted, published sets have known sizes, and nothing is downloaded.
-
-    Raises:
-        RecipeError, SetupError: as training would, where that does not depend on this machine.
+    """The recipe's images. Folders are counted, published sets have known sizes, and nothing is downloaded. Raises
+    RecipeError, SetupError.
     """
     facts = _facts(with_pretrained_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:

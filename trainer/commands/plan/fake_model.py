@@ -62,11 +62,7 @@ class FakeModel:
         self._fit = cache(self._measure)
 
     def _build(self) -> nn.Module:
-        """The model with fake parameters; published weights have its shapes and are not fetched.
-
-        Raises:
-            RecipeError, CheckpointError: as `models.build`.
-        """
+        """The model with fake parameters; published weights have its shapes and are not fetched."""
         starting = not _published(self.recipe.model)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         try:
@@ -197,10 +193,7 @@ class FakeModel:
 
     @cached_property
     def traced(self) -> Traced:
-        """
-        Raises:
-            RecipeError: the model cannot be cut.
-        """
+        """Raises RecipeError."""
         return trace(self.model, self.recipe.model.name)
 
     def blocks(self, rows: int) -> list[BlockCost]:

@@ -42,13 +42,10 @@ class Forecast:
 
 
 def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
-    """A step of the layout.
+    """A step of the layout. Raises RecipeError.
 
     Args:
         bandwidth: bytes a second that was stated; without, the measured one counts.
-
-    Raises:
-        RecipeError: this mode cannot be predicted.
     """
     recipe = layout.recipe
     if recipe.traits.exchanges == "copies" and layout.kind == "cuda":

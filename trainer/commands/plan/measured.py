@@ -73,12 +73,7 @@ class Timings:
 
 
 def from_run(name: str, recipe: Recipe, images: DatasetFacts) -> Timings:
-    """What a run folder's result.json tells.
-
-    Raises:
-        SetupError: there is no finished run.
-        RecipeError: it was of something else.
-    """
+    """What a run folder's result.json tells. Raises SetupError, RecipeError."""
     key, folder = f"measured={name}", Path(name).expanduser()
     try:
         result = read_json(folder / "result.json")

@@ -69,10 +69,7 @@ class Layout:
 def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> Layout:
     """The recipe on `nproc` processes, or on as many as training would start here.
 
-    `gpus`: where the recipe leaves devices open and none is here, on GPUs all the same.
-
-    Raises:
-        RecipeError: training would refuse it on a machine that has all devices.
+    `gpus`: where the recipe leaves devices open and none is here, on GPUs all the same. Raises RecipeError.
     """
     word = None if nproc is None else str(nproc)
     processes = choose_launch(os.environ, word, recipe, resources.cuda_count, resources.cores()).size

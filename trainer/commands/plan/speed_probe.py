@@ -76,12 +76,7 @@ class _Answer:
 
 
 def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
-    """Measure the layout's computing on this machine, in a few seconds.
-
-    Raises:
-        SetupError: its devices are not here.
-        PeerError: a measuring process failed; the line is its own.
-    """
+    """Measure the layout's computing on this machine, in a few seconds. Raises SetupError, PeerError."""
     count, threads = _at_once(layout)
     rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
     chosen = layout.recipe.replace(threads=threads, accumulate=1)

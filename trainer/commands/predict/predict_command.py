@@ -28,7 +28,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
 from trainer.processes.rank import Place, place
 from trainer.processes.resources import cores, cuda_for
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import split_words
@@ -58,7 +58,7 @@ def command(words: Sequence[str]) -> int:
     else:
         run = newest_run() if checkpoint is None else run_named(checkpoint)
         if checkpoint is None and rank.is_main:
-            print(as_typed(f"with {run}, the newest run"), flush=True)
+            say(f"with {run}, the newest run")
         checkpoint = str(run)
         trained = from_checkpoint(run, rest, photos)
     label_part(trained, output_folder(trained.recipe, checkpoint), rank)
@@ -92,9 +92,9 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
         _complete(before, final, inputs)
         return
     if inputs.ignored and rank.is_main:
-        print(f"ignored: {as_typed(inputs.ignored)}", flush=True)
+        say(f"ignored: {inputs.ignored}")
     if inputs.doubt:
-        print(f"pixels: {as_typed(inputs.doubt)}", flush=True)
+        say(f"pixels: {inputs.doubt}")
     written = PartFile(folder, rank.rank, recipe.predict.format, trained.classes, settings, trained.seen)
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
@@ -164,7 +164,7 @@ def _complete(before: Mapping[str, int], final: Path, inputs: Inputs) -> None:
     """All was labelled before, or so it seems. Raises FolderInUseError, PredictionError."""
     if inputs.total is None:
         raise FolderInUseError(f"{final} is complete, perhaps for other {inputs.name}: choose another output=")
-    print(as_typed(f"{final} is complete already; to label them again, choose another output="), flush=True)
+    say(f"{final} is complete already; to label them again, choose another output=")
     _report_failures(before, final)
 
 
@@ -214,10 +214,8 @@ def sum_up(
     seconds: float,
     probabilities: bool = True,
 ) -> None:
-    """Put the ranks' parts together, and print the result: of few images what they show, as `rows.answers`.
-
-    Raises:
-        PredictionError: some images were given up.
+    """Put the ranks' parts together, and print the result: of few images what they show, as `rows.answers`. Raises
+    PredictionError.
     """
     parts = world.broadcast_object(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
     counts = {key: sum(part[key] for part in parts) for key in COUNTS}
@@ -231,10 +229,10 @@ def sum_up(
         write_atomically(folder / "predict.json", json.dumps(result, indent=2) + "\n")
         speed = new / seconds if new >= MANY else None
         if 0 < counts["images"] <= FEW:
-            print(as_typed("\n".join(rows.answers(final, written.kind, probabilities))), flush=True)
-        print(as_typed(summary(counts, accuracy, seen, speed, final)), flush=True)
+            say("\n".join(rows.answers(final, written.kind, probabilities)))
+        say(summary(counts, accuracy, seen, speed, final))
         if counts["images"] > FEW and (worst := rows.write_worst(final, written.kind)) is not None:
-            print(as_typed(f"  worst    {worst}: its first labels are the most likely to be wrong"), flush=True)
+            say(f"  worst    {worst}: its first labels are the most likely to be wrong")
     world.barrier()
     world.close()
     _report_failures(counts, final)

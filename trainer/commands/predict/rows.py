@@ -59,11 +59,7 @@ class PartFile:
         settings: Mapping[str, Any],
         trained_on: TrainedOn | None = None,
     ) -> None:
-        """Begin, or continue what the same settings have begun.
-
-        Raises:
-            FolderInUseError: the folder holds predictions of other settings.
-        """
+        """Begin, or continue what the same settings have begun. Raises FolderInUseError."""
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
         self.counts = dict.fromkeys(COUNTS, 0)
         self._trained_on = trained_on
@@ -210,11 +206,7 @@ def header(kind: str) -> str:
 
 
 def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Compare settings with those of an earlier command in the folder.
-
-    Raises:
-        FolderInUseError: they differ.
-    """
+    """Compare settings with those of an earlier command in the folder. Raises FolderInUseError."""
     for key, value in settings.items():
         if before.get(key) != value:
             raise FolderInUseError(
@@ -224,11 +216,8 @@ def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[st
 
 
 def claim(folder: Path) -> None:
-    """Make the folder, and hold it as long as this process lives; the ranks of a job share it.
-
-    Raises:
-        FolderInUseError: another command writes there.
-        SetupError: it cannot be written.
+    """Make the folder, and hold it as long as this process lives; the ranks of a job share it. Raises FolderInUseError,
+    SetupError.
     """
     locks.hold(folder, "command", f".lock-{place().rank:04}")
     if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
@@ -236,11 +225,7 @@ def claim(folder: Path) -> None:
 
 
 def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str, int] | None:
-    """The counts of a command that has written all rows already, else None.
-
-    Raises:
-        FolderInUseError: they are, of other settings.
-    """
+    """The counts of a command that has written all rows already, else None. Raises FolderInUseError."""
     try:
         before = read_json(folder / "predict.json")
     except (OSError, ValueError):

@@ -70,11 +70,8 @@ def image_files(
     """The images that are named: by a folder (recursively, in alphabetical order), an image, a list of paths, or stdin
     where it is -; or by several of these.
 
-    An image in a folder named like a class has that label. Of several ranks each takes a contiguous part.
-
-    Raises:
-        SetupError: nothing there.
-        RecipeError: stdin for several ranks, or beside others.
+    An image in a folder named like a class has that label. Of several ranks each takes a contiguous part. Raises
+    SetupError, RecipeError.
     """
     roots = [roots] if isinstance(roots, str) else roots
     if "-" in roots:
@@ -177,11 +174,7 @@ def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
 
 
 def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
-    """What is left of `inputs` after those that were labelled before.
-
-    Raises:
-        FolderInUseError: those were other images.
-    """
+    """What is left of `inputs` after those that were labelled before. Raises FolderInUseError."""
     done = 0
     for done, before in enumerate(paths, 1):
         now = next(inputs.items, None)
@@ -200,12 +193,7 @@ def without_line_ends(path: str) -> str:
 
 
 def _listed(path: Path, ranks: int) -> list[str]:
-    """The paths in a file. A pipe is read like stdin, which `data.root=<(find ...)` of a shell is.
-
-    Raises:
-        RecipeError: several ranks would share a pipe.
-        SetupError: it is neither, or holds something else than paths.
-    """
+    """The paths in a file. A pipe is read like stdin, which `data.root=<(find ...)` of a shell is."""
     kind = path.stat().st_mode
     if stat.S_ISFIFO(kind) and ranks > 1:
         raise RecipeError(f"data.root={path} is a pipe, which several ranks cannot share: give a file with the paths")

@@ -68,17 +68,14 @@ class Trained:
 
 
 def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None) -> Trained:
-    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with.
+    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with. Raises
+    CheckpointError, RecipeError.
 
     Args:
         path: of the run or the weights.
         words: `key=value` on top of the run's recipe.
         photos: to be labelled, beside those that data.root= names.
         split: whether a part of the run's data set is to be labelled; None: as the words say.
-
-    Raises:
-        CheckpointError: the metadata of their file makes no sense.
-        RecipeError: the model does not label images.
     """
     weights, facts = read_weights(path)
     recipe, photos = _with_photos(recipe_of(path, facts, tuple(words)), words, photos)
@@ -107,10 +104,8 @@ def _task(recipe: Recipe, names: Sequence[str]) -> Task:
 
 
 def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
-    """The classes of weights and how their images were prepared, by the metadata of their file.
-
-    Raises:
-        CheckpointError: it makes no sense.
+    """The classes of weights and how their images were prepared, by the metadata of their file. Raises
+    CheckpointError.
     """
     images = ImageFacts.of(path, facts)
     size = image_size or images.image_size
@@ -121,11 +116,7 @@ def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> t
 
 
 def _with_photos(recipe: Recipe, words: Sequence[str], photos: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
-    """The files to label, with those of data.root=; none where they are a part of the recipe's data set.
-
-    Raises:
-        RecipeError: both are named.
-    """
+    """The files to label, with those of data.root=; none where they are a part of the recipe's data set."""
     if recipe.predict.split is not None:
         if photos:
             raise RecipeError(

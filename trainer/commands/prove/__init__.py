@@ -47,11 +47,8 @@ def command(words: Sequence[str]) -> int:
 
 
 def find_devices(text: str | None) -> Devices:
-    """The devices that the words name: by default every GPU, and without one two processes on the CPU.
-
-    Raises:
-        RecipeError: they are not here, or of both kinds, or one twice.
-        SetupError: there are cards that torch cannot use, and nothing is named.
+    """The devices that the words name: by default every GPU, and without one two processes on the CPU. Raises
+    RecipeError, SetupError.
     """
     here = cards.detect()
     if text is None or text == "auto":

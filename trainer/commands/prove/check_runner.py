@@ -135,10 +135,7 @@ class CheckRunner:
         self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timed: bool = False
     ) -> dict[str, Any]:
         """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
-        is measured in turn with something else is measured anew. Its weights are not kept.
-
-        Raises:
-            Failed: it ended otherwise; `code` is its exit code.
+        is measured in turn with something else is measured anew. Its weights are not kept. Raises Failed.
         """
         path, command = self.path(name), [*QUIET, *words]
         if not timed and (result := finished(path, command)) is not None:
@@ -162,9 +159,7 @@ class CheckRunner:
 
     def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
         """What `count` processes answer that measure at once, one on each device: a function of `prove_probe`, by name.
-
-        Raises:
-            PeerError: one failed, with its message.
+        Raises PeerError.
         """
         home = self.folder / "measured" / what
         task |= {"devices": self.devices.names[:count], "threads": self.devices.threads}

@@ -30,7 +30,7 @@ from trainer.commands.prove.fast import LIBRARIES
 from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, proof_of
 from trainer.devices import cards
 from trainer.errors import FolderInUseError, Interrupted, Preempted, RecipeError, in_one_line
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, without_nan, write_atomically
 from trainer.telemetry import readable
@@ -66,12 +66,7 @@ def _digest(value: Any) -> str:
 
 @contextmanager
 def claim(output: str | None, bound: Mapping[str, str]) -> Iterator[Kept]:
-    """The folder and what was done in it before.
-
-    Raises:
-        FolderInUseError: `output` is the proof of something else, or no proof, or another process is at it.
-        SetupError: it cannot be written.
-    """
+    """The folder and what was done in it before. Raises FolderInUseError, SetupError."""
     path, number = Path(output).expanduser() if output else HOME, 1
     while not output and _in_use(path, bound):  # of another machine, or before an update
         number += 1
@@ -160,11 +155,7 @@ class Proving:
             self._do(chosen[0])
 
     def announce(self) -> None:
-        """What will be done, and what will be left out.
-
-        Raises:
-            RecipeError: there is no time for anything.
-        """
+        """What will be done, and what will be left out. Raises RecipeError."""
         begun = time.monotonic()
         subprocess.run([sys.executable, "-c", LIBRARIES], stdin=subprocess.DEVNULL, capture_output=True, check=False)
         self.slower = min(5.0, max(1.0, (time.monotonic() - begun) / QUIET_START))
@@ -241,7 +232,3 @@ def report(folder: Path, proof: Proof) -> None:
         say(f"  other programs kept {busy:.1f} cores busy meanwhile, so speeds are lower than they could be")
     say(f"  report {folder}/proof.md, proof.json, proof.png")
     say(proof["sentence"])
-
-
-def say(text: str, end: str = "\n") -> None:
-    print(as_typed(text), end=end, flush=True)

@@ -24,13 +24,7 @@ USAGE = "type runs, runs show RUN, runs compare RUN RUN or runs delete RUN"
 
 
 def command(words: Sequence[str]) -> str:
-    """What `python -m trainer runs words...` prints.
-
-    Raises:
-        RecipeError: words that mean nothing, or a name that is no run's.
-        FolderInUseError: a run that is to be deleted is running.
-        SetupError: a folder cannot be read or changed.
-    """
+    """What `python -m trainer runs words...` prints. Raises RecipeError, FolderInUseError, SetupError."""
     as_json, rest = _wants_json(words)
     task, names = (rest[0], rest[1:]) if rest else ("", [])
     task = SYNONYMS.get(task, task)

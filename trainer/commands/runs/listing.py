@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 from trainer.commands.runs.run_status import FOREIGN, RunSummary, look
-from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.processes.terminal import agreed
 from trainer.saving import locks
 from trainer.saving.files import remove, why
 from trainer.telemetry import readable
@@ -34,11 +34,7 @@ STOP = "stop it first (Ctrl-C, or kill its process)"
 
 
 def table(home: Path, as_json: bool = False) -> str:
-    """What `runs` prints.
-
-    Raises:
-        SetupError: the folder cannot be read.
-    """
+    """What `runs` prints. Raises SetupError."""
     summaries = below(home)
     runs = sorted((run for run in summaries if run.kind == "run"), key=lambda run: -(run.changed or 0.0))
     others = [run for run in summaries if run.kind != "run"]
@@ -60,10 +56,7 @@ def table(home: Path, as_json: bool = False) -> str:
 def below(home: Path, levels: int = DEEP) -> list[RunSummary]:
     """Every run below a folder, and what else is there: comparisons, damaged or foreign folders, dead links.
 
-    A folder that holds runs is no row itself. Plain files and hidden folders are left out.
-
-    Raises:
-        SetupError: the folder itself cannot be read.
+    A folder that holds runs is no row itself. Plain files and hidden folders are left out. Raises SetupError.
     """
     try:
         with os.scandir(home) as entries:
@@ -120,22 +113,18 @@ def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
 
 
 def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
-    """Remove runs once the user agrees; what no run wrote stays, with a line that says so.
+    """Remove runs once the user agrees; what no run wrote stays, with a line that says so. Raises RecipeError,
+    FolderInUseError, SetupError.
 
     Args:
         yes: `true` where the user has agreed already.
-
-    Raises:
-        RecipeError: one is a link or the working folder, or nobody is there to ask.
-        FolderInUseError: one of them is running; none is removed.
-        SetupError: something cannot be removed.
     """
     if yes not in (None, "true", "false"):
         raise RecipeError(f"yes={yes} must be true or false")
     unique = list({run.path.resolve(): run for run in runs}.values())
     for run in unique:
         _check(run)
-    if yes != "true" and not _agreed(unique, asked=yes is None):
+    if yes != "true" and not (yes is None and agreed("runs delete", *_question(unique))):
         return "nothing was deleted\n"
     return "".join(f"{_delete(run)}\n" for run in unique)
 
@@ -149,24 +138,13 @@ def _check(run: RunSummary) -> None:
         raise FolderInUseError(f"{run.path} is running: {STOP}; nothing was deleted")
 
 
-def _agreed(runs: Sequence[RunSummary], asked: bool) -> bool:
-    """Ask, with what would go."""
-    if not asked:
-        return False
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise RecipeError("runs delete asks before it deletes, but nobody can answer here: add yes=true")
+def _question(runs: Sequence[RunSummary]) -> tuple[str, str]:
+    """What would go, and whether that is wanted."""
+    lines = []
     for run in runs:
         best = f", {run.best[0]} {readable.score(*run.best)}" if run.best else ""
-        print(f"  {readable.plain(str(run.path))}: {run.status}{best}, {readable.as_size(run.size, run.more)}")
-    try:
-        answer = input(f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}? y/N ")
-    except EOFError:
-        print()
-        return False
-    except KeyboardInterrupt:
-        print()  # the line that was not ended
-        raise Interrupted("stopped by Ctrl-C; nothing was deleted") from None
-    return answer.strip().lower() in ("y", "yes")
+        lines.append(f"  {readable.plain(str(run.path))}: {run.status}{best}, {readable.as_size(run.size, run.more)}")
+    return "\n".join(lines), f"delete {'this run' if len(runs) == 1 else f'these {len(runs)} runs'}?"
 
 
 def _delete(run: RunSummary) -> str:

@@ -209,10 +209,7 @@ def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def compare(runs: Sequence[RunSummary], output: str | None = None, as_json: bool = False) -> str:
     """What `runs compare` prints; leaves a picture at `output`, or compare-FIRST-SECOND.png beside the first run.
-
-    Raises:
-        RecipeError: too many runs, one twice, or a picture's name that is none.
-        SetupError: the picture cannot be written.
+    Raises RecipeError, SetupError.
     """
     names = _names(runs)
     changed = _changed_keys(runs)

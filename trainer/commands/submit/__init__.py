@@ -27,12 +27,7 @@ SYNONYMS |= {"docker": "dockerfile", "image": "dockerfile"}
 
 
 def command(words: Sequence[str]) -> int:
-    """Print the file that the words ask for, or submit it.
-
-    Raises:
-        RecipeError: what training would refuse, or something is left open that only the user can know.
-        SetupError: --go, and the cluster's program is not here or refuses the file.
-    """
+    """Print the file that the words ask for, or submit it. Raises RecipeError, SetupError."""
     if place().launched:
         raise RecipeError("submit starts no ranks: type python -m trainer submit ... without torchrun")
     target, rest = (words[0], words[1:]) if words else ("", [])

@@ -27,11 +27,7 @@ TEXT = """\
 
 
 def manifest(submission: Submission) -> str:
-    """The file that `kubectl apply -f` takes.
-
-    Raises:
-        RecipeError: the run folder would not be on the volume.
-    """
+    """The file that `kubectl apply -f` takes. Raises RecipeError."""
     folder = PurePosixPath(HOME, submission.output)
     if not folder.is_relative_to(HOME) or ".." in folder.parts or submission.output.startswith("~"):
         raise RecipeError(

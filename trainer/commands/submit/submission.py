@@ -106,11 +106,7 @@ class Submission:
 
 
 def read_submission(target: str, words: Sequence[str], program: str | None) -> Submission:
-    """Read and check the words.
-
-    Raises:
-        RecipeError: training would refuse them on such nodes, or something is missing, with what to type.
-    """
+    """Read and check the words. Raises RecipeError."""
     others = {word: other for other, own in OWN.items() if other != target for word in own}
     own, rest = split_words(words, (*BOTH, *others, *OWN[target], *LAUNCH, "output", "resume"))
     for word in own.keys() & others.keys():

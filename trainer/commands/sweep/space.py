@@ -84,12 +84,7 @@ class SearchSpace:
     def of(
         cls, source: str, words: Sequence[str], repeats: int, trials: int | None, nproc: str | None, plugin: str | None
     ) -> SearchSpace:
-        """From the words that no command takes.
-
-        Raises:
-            RecipeError: words that no trial could run with.
-            SetupError: a range, and no Optuna.
-        """
+        """From the words that no command takes. Raises RecipeError, SetupError."""
         pairs = [word.partition("=") for word in words]
         swept = [(key, part) for key, _, text in pairs if (part := dimension(key, text)) is not None]
         fixed = [word for word, (key, _, text) in zip(words, pairs, strict=True) if dimension(key, text) is None]
@@ -244,11 +239,7 @@ class Places:
 
     @classmethod
     def of(cls, space: SearchSpace) -> Places:
-        """As many as this machine has devices for, or cores; never more than runs.
-
-        Raises:
-            RecipeError: devices that are not here, or fewer than a trial needs.
-        """
+        """As many as this machine has devices for, or cores; never more than runs. Raises RecipeError."""
         recipe, runs = space.base, space.count() * space.repeats
         launch = launching.launch_to_start(_on_one_place(recipe, space.nproc), space.nproc)
         if launch is not None and launch.nnodes > 1:

@@ -21,7 +21,7 @@ from trainer.commands.sweep.space import Places, SearchSpace
 from trainer.commands.sweep.trial_runner import TrialOutcome, TrialRun, TrialRunner
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import FolderInUseError, RecipeError
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import say
 from trainer.recipe.search_space import Range
 from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
@@ -52,10 +52,7 @@ def sweep(space: SearchSpace, output: str | None) -> int:
 @contextmanager
 def claim(output: str | None, space: SearchSpace) -> Iterator[Path]:
     """The sweep's folder, held under a lock: `output`, or the first below runs that is free or holds this very sweep.
-
-    Raises:
-        FolderInUseError: it holds something else, or another process is at it.
-        SetupError: it cannot be written.
+    Raises FolderInUseError, SetupError.
     """
     stem = f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.name)}"
     path, number = Path(output).expanduser() if output else Path(stem), 1
@@ -136,7 +133,7 @@ class Sweeping:
             status = "completed"
         finally:
             report = self._write(status)
-        say("\n" + sweep_table.as_text(report, self.metric), plain=False)
+        print("\n" + sweep_table.as_text(report, self.metric), flush=True)
         files = [f"{self.folder}/sweep.md", ".csv", ".json", *self._draw(report)]
         say(f"  tables   {', '.join(files)}")
         say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(self.folder))}")
@@ -220,7 +217,3 @@ class Sweeping:
         except Exception as error:
             say(f"  no picture: {type(error).__name__}: {' '.join(str(error).split())}")
             return []
-
-
-def say(text: str, plain: bool = True) -> None:
-    print(as_typed(text) if plain else text, flush=True)

@@ -133,12 +133,7 @@ class Made(Enum):
 
 
 def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
-    """Build one block, unless another process does.
-
-    Raises:
-        OSError: it cannot be written.
-        UnreadableError: a photo cannot be read now, for a reason that may pass.
-    """
+    """Build one block, unless another process does. Raises OSError, UnreadableError."""
     torch.set_num_threads(1)
     path = Path(block_path(home, key))
     draft = path.with_suffix(cache_blocks.DRAFT)
@@ -190,10 +185,7 @@ def _drafted(home: Path) -> int:
 
 
 def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> None:
-    """
-    Raises:
-        DiskFullError: the cache does not fit; with what to type instead.
-    """
+    """Raises DiskFullError."""
     free = shutil.disk_usage(home).free
     if in_memory:
         free = min(free, host.free_memory())

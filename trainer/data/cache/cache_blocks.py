@@ -58,10 +58,8 @@ class Prepared:
 
 
 def write(file: BufferedRandom, key: bytes, photos: Iterable[Prepared | None], count: int) -> None:
-    """Write a block of `count` photos to an empty file, and sync it to the disk; None is a photo left out.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write a block of `count` photos to an empty file, and sync it to the disk; None is a photo left out. Raises
+    OSError.
     """
     table = np.zeros(count, ENTRY)
     place = table.nbytes
@@ -81,13 +79,7 @@ def write(file: BufferedRandom, key: bytes, photos: Iterable[Prepared | None], c
 
 
 def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
-    """One photo of a block; None where it was left out.
-
-    Raises:
-        FileNotFoundError: there is no such block.
-        DamagedError: it is not what was written.
-        OSError: it cannot be read.
-    """
+    """One photo of a block; None where it was left out. Raises FileNotFoundError, DamagedError, OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         entry = np.empty(1, ENTRY)
@@ -121,11 +113,7 @@ def count(path: str | Path) -> int:
 
 
 def verified(path: Path) -> int:
-    """The number of photos in a block, after their hashes are checked.
-
-    Raises:
-        DamagedError: one is not what was written.
-    """
+    """The number of photos in a block, after their hashes are checked. Raises DamagedError."""
     key, rows = bytes.fromhex(path.name.removesuffix(SUFFIX)), count(path)
     if not rows:
         raise DamagedError(path)

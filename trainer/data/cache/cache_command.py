@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -15,9 +14,10 @@ from typing import Any
 from trainer.data import open_datasets
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cached_set import cached
-from trainer.errors import FolderInUseError, Interrupted, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.models.inputs import with_pretrained_input
 from trainer.processes.resources import locate
+from trainer.processes.terminal import agreed
 from trainer.recipe import DataRecipe, load
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.recipe_files import split_words
@@ -49,13 +49,7 @@ class CacheFacts:
 
 
 def command(words: Sequence[str]) -> int:
-    """Returns the exit code.
-
-    Raises:
-        RecipeError: an unknown word, or no cache has this name.
-        FolderInUseError: a cache to be deleted is in use.
-        SetupError, DiskFullError, PeerError: a folder cannot be read or written.
-    """
+    """Returns the exit code. Raises RecipeError, FolderInUseError, SetupError, DiskFullError, PeerError."""
     task, rest = (words[0], list(words[1:])) if words and "=" not in words[0] else ("list", list(words))
     if task in ("build", "make", "create"):
         return build(rest)
@@ -80,7 +74,8 @@ def command(words: Sequence[str]) -> int:
 
 def build(words: Sequence[str]) -> int:
     """Build the cache of a recipe's photos, as training would."""
-    recipe = load(None, *words) if not any(word.startswith("recipe=") for word in words) else _recipe(words)
+    options, rest = split_words(words, ("recipe",))
+    recipe = load(options.get("recipe"), *rest)
     if recipe.data.cache == "ram":
         raise RecipeError("data.cache=ram lasts as long as a run, which builds it: use data.cache=disk")
     recipe = with_pretrained_input(recipe.replace(data__cache="disk"))
@@ -93,11 +88,6 @@ def build(words: Sequence[str]) -> int:
         example = "" if photos else f": for your photos, {BUILD.format(recipe.data.root or 'FOLDER')}"
         raise RecipeError(f"the images of data.name={recipe.data.name} are in memory and need no cache{example}")
     return 0
-
-
-def _recipe(words: Sequence[str]) -> Any:
-    options, rest = split_words(list(words), ("recipe",))
-    return load(options["recipe"], *rest)
 
 
 def caches(folder: str | None) -> Iterator[CacheFacts]:
@@ -181,16 +171,9 @@ def delete(listed: Sequence[CacheFacts], yes: str | None) -> None:
             closing.callback(os.close, lock)
             if not locks.lock_alone(lock):
                 raise FolderInUseError(f"{cache.path.name} is in use by a run: stop that first; nothing was deleted")
-        if yes != "true":
-            if sys.stdin is None or not sys.stdin.isatty():
-                raise RecipeError("cache delete asks before it deletes, but nobody can answer here: add yes=true")
-            print(table(listed), end="")
-            try:
-                if input("delete? y/N ").strip().lower() not in ("y", "yes"):
-                    print("nothing was deleted")
-                    return
-            except (EOFError, KeyboardInterrupt):
-                raise Interrupted("stopped; nothing was deleted") from None
+        if yes != "true" and not agreed("cache delete", table(listed).rstrip(), "delete?"):
+            print("nothing was deleted")
+            return
         for cache in listed:  # a run that starts now waits, and builds its cache again
             shutil.rmtree(cache.path, ignore_errors=True)
             if cache.path.exists():

@@ -35,11 +35,7 @@ MEMORY = "/dev/shm"
 
 
 def parent(data: DataRecipe) -> Path:
-    """The folder of all caches.
-
-    Raises:
-        SetupError: data.cache=ram, and this system has no /dev/shm.
-    """
+    """The folder of all caches. Raises SetupError."""
     if data.cache != "ram":
         return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
     if not os.path.isdir(MEMORY):
@@ -66,10 +62,8 @@ class Home:
 def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
     """The folder of the cache of data.root, created where there is none.
 
-    Blocks that hold none of today's photos are removed, unless another process uses the cache.
-
-    Raises:
-        SetupError, DiskFullError: it cannot be written.
+    Blocks that hold none of today's photos are removed, unless another process uses the cache. Raises SetupError,
+    DiskFullError.
     """
     above = parent(data)
     in_memory = data.cache == "ram"

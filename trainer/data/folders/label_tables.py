@@ -55,15 +55,13 @@ class Row(NamedTuple):
 
 
 class Table:
-    """A CSV with a header: one column is an image's path below data.root, `split` may say which set it is in.
+    """A CSV with a header: one column is an image's path below data.root, `split` may say which set it is in. Raises
+    SetupError.
 
     Attributes:
         columns: the names of the others.
         train, val: its rows; where it is not `divided`, all of them train and none is held out.
         notes: how it was read, where it is not as the guide describes it.
-
-    Raises:
-        SetupError: it cannot be read, or is no such table; the line says where.
     """
 
     def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe) -> None:
@@ -231,11 +229,7 @@ class Table:
 
 
 def open_table(recipe: Recipe, before: Before) -> Datasets:
-    """The images of `data.root` that the table `data.labels` names, with their targets.
-
-    Raises:
-        SetupError: something is missing or makes no sense; the line says what and where.
-    """
+    """The images of `data.root` that the table `data.labels` names, with their targets. Raises SetupError."""
     if recipe.data.root is None:
         raise SetupError(f"data.labels={recipe.data.labels} needs the images' folder: type data.root=FOLDER")
     root = Path(recipe.data.root).expanduser()

@@ -43,11 +43,7 @@ class ClassFolders(NamedTuple):
 
 
 def layout_of(root: Path, left: LeftOut) -> ClassFolders:
-    """Where `root` has its training and its held-out images.
-
-    Raises:
-        SetupError: it is no folder of classes; the sentence says what is there and what to type.
-    """
+    """Where `root` has its training and its held-out images. Raises SetupError."""
     folders, images = listed(root, LeftOut())
     train, held_out = (_named(root, folders, names) for names in (TRAIN, HELD_OUT))
     if train is not None and held_out is not None and _has_no_labels(root / held_out):
@@ -107,10 +103,8 @@ def _named(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | No
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
-    """The class folders in alphabetical order, each with its images in order, as paths below `folder`.
-
-    Raises:
-        SetupError: there are none, or one without images.
+    """The class folders in alphabetical order, each with its images in order, as paths below `folder`. Raises
+    SetupError.
     """
     classes, images = listed(folder, left)
     if not classes:
@@ -120,11 +114,7 @@ def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
 
 
 def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
-    """Refuse a single class, and a split within each class.
-
-    Raises:
-        SetupError: with what to move where.
-    """
+    """Refuse a single class, and a split within each class. Raises SetupError."""
     # The folders within each class folder that hold its images.
     inside = {
         name: sorted({path.split("/")[1] for path in paths if path.count("/") > 1}) for name, paths in classes.items()
@@ -211,11 +201,7 @@ def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Arr
 def hold_out(
     names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
 ) -> tuple[Array, str]:
-    """Which of the images are held out, (images,) bool, and that in words.
-
-    Raises:
-        SetupError: nothing would be held out, or left to train.
-    """
+    """Which of the images are held out, (images,) bool, and that in words. Raises SetupError."""
     if before.held_out is not None:
         known = np.array([portable(name) in before.held_out for name in names], bool)
         if known.any() and not known.all():
@@ -251,10 +237,7 @@ def held_out_of(path: Path) -> frozenset[str] | None:
 def part_of(path: Path, part: str) -> frozenset[str] | None:
     """The images of a part, `train` or `val`, of a run, by its folder, a checkpoint in it or its weights.
 
-    None: it drew no split.
-
-    Raises:
-        SetupError: its split.csv cannot be read.
+    None: it drew no split. Raises SetupError.
     """
     folders = (path, *path.absolute().parents[:3])
     file = next((folder for folder in folders if (folder / "recipe.yaml").is_file()), path) / SPLIT_FILE

@@ -53,11 +53,7 @@ class PhotoFolder(EncodedPhotos):
 
 
 def open_folder(recipe: Recipe, before: Before) -> Datasets:
-    """Scan `data.root`. Folders of tiny images are decoded at once and kept in memory.
-
-    Raises:
-        SetupError: something is missing; the line names it.
-    """
+    """Scan `data.root`. Folders of tiny images are decoded at once and kept in memory. Raises SetupError."""
     if recipe.data.root is None:
         raise SetupError(
             "data.name=imagefolder needs images: type data.root=FOLDER, "
@@ -92,11 +88,7 @@ def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
 
 
 def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
-    """The training and the held-out images of a set without a split, and the split in words.
-
-    Raises:
-        SetupError: nothing can be held out.
-    """
+    """The training and the held-out images of a set without a split, and the split in words. Raises SetupError."""
     names = [whole.name(index) for index in range(len(whole))]
     labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
     chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)

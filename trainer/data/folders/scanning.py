@@ -123,11 +123,7 @@ def is_junk(name: str) -> bool:
 
 
 def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], list[str]]:
-    """The names of a folder's own folders and of its own images, each in alphabetical order.
-
-    Raises:
-        SetupError: it cannot be listed.
-    """
+    """The names of a folder's own folders and of its own images, each in alphabetical order. Raises SetupError."""
     folders, images = [], []
     try:
         with os.scandir(folder) as entries:
@@ -177,11 +173,7 @@ def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
 
 
 def class_images(folder: Path, classes: Sequence[str], left: LeftOut) -> list[list[str]]:
-    """For each class folder its images, subfolders included, as sorted paths below `folder`.
-
-    Raises:
-        SetupError: a class without images.
-    """
+    """For each class folder its images, subfolders included, as sorted paths below `folder`. Raises SetupError."""
     images = [sorted(images_below(os.path.join(folder, name), left, name)) for name in classes]
     full = [name for name, paths in zip(classes, images, strict=True) if paths]
     if len(full) == 1 < len(classes) and {path.count("/") for path in images[classes.index(full[0])]} != {1}:

@@ -39,10 +39,8 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path) -> Lines:
-    """The lines of a table that are not empty: at least two, with the same number of cells each, at least two.
-
-    Raises:
-        SetupError: it cannot be read, or is no such table.
+    """The lines of a table that are not empty: at least two, with the same number of cells each, at least two. Raises
+    SetupError.
     """
     text = _text(path)
     named = NAMED.match(text)
@@ -69,9 +67,7 @@ def read_lines(path: Path) -> Lines:
 
 def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> None:
     """Refuse a column of numbers, each with its line, whose commas may stand between thousands or before decimals.
-
-    Raises:
-        SetupError: each comma may, or there are dots too.
+    Raises SetupError.
     """
     cells = list(cells)
     commas = [(number, cell) for number, cell in cells if "," in cell]
@@ -124,10 +120,7 @@ def plain(cell: str) -> str:
 def naming(root: Path, header: Sequence[str], rows: Sequence[Line], columns: Sequence[int]) -> Naming:
     """How the first column names images if it names any as it is; else the way by which most rows name one.
 
-    `columns` are the candidates.
-
-    Raises:
-        SetupError: two columns name images, and neither is the first.
+    `columns` are the candidates. Raises SetupError.
     """
     seen = [rows[len(rows) * n // LOOKED_AT] for n in range(LOOKED_AT)] if len(rows) > LOOKED_AT else rows
     best, most = Naming(columns[0], plain), 0

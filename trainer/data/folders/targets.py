@@ -27,11 +27,7 @@ def sparse(numbers: npt.NDArray[Any]) -> str:
 
 
 def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
-    """A sample's target as the task wants it.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """A sample's target as the task wants it. Raises ValueError."""
     try:
         return kind.checked(torch.as_tensor(target)[None], names)[0]
     except (TypeError, ValueError, RuntimeError) as error:
@@ -53,11 +49,7 @@ class Targets:
         return len(self.spec.shape) > 1
 
     def checked(self, target: Any) -> Tensor | int:
-        """A sample's target.
-
-        Raises:
-            ValueError: it is no target of the task, or has another shape or type than the others.
-        """
+        """A sample's target. Raises ValueError."""
         plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
         if plain and type(target) is int and 0 <= target < len(self.names):
             return target  # checking a tensor takes longer than reading a small image
@@ -67,11 +59,7 @@ class Targets:
         return tensor
 
     def checked_image(self, image: Tensor, size: int | None) -> Tensor:
-        """An image (C, H, W) that fits its target.
-
-        Raises:
-            ValueError: each pixel has a target, and it is not `size` x `size`.
-        """
+        """An image (C, H, W) that fits its target. Raises ValueError."""
         if self.dense and image.shape[-2:] != (size, size):
             height, width = image.shape[-2:]
             raise ValueError(f"its image is {height} x {width}, and those of others {size} x {size}")

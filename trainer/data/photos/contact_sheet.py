@@ -38,10 +38,8 @@ class Photo(NamedTuple):
 
 
 def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
-    """Draw it into a run folder that has none yet, where `data` are photos with a class each.
-
-    Raises:
-        SetupError, DiskFullError: the folder cannot be written.
+    """Draw it into a run folder that has none yet, where `data` are photos with a class each. Raises SetupError,
+    DiskFullError.
     """
     part = data.train
     if recipe.data.name not in OWN_PHOTOS or data.synthetic or not isinstance(part, EncodedPhotos | ImageSet):

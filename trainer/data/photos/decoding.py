@@ -51,11 +51,7 @@ def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Pi
 
 
 def read_file(path: str | bytes) -> Bytes:
-    """An image file's bytes.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is too large.
-    """
+    """An image file's bytes. Raises OSError, ValueError."""
     with files.opened(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise ValueError(f"the file is larger than {LARGEST:,} bytes")
@@ -104,10 +100,8 @@ def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
 
 
 def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
-    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it is stored.
-
-    Raises:
-        RuntimeError: torchvision refuses it.
+    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it is stored. Raises
+    RuntimeError.
     """
     mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
     with without_warnings():
@@ -193,10 +187,8 @@ def _in_range(exif: Image.Exif) -> int:
 
 
 def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """A Pillow image of any mode, as it is stored, as (channels, height, width) uint8; transparency is dropped.
-
-    Raises:
-        ValueError: its pixels are not bytes, and black and white are not known.
+    """A Pillow image of any mode, as it is stored, as (channels, height, width) uint8; transparency is dropped. Raises
+    ValueError.
     """
     kind = kind_of(image)
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):

@@ -73,11 +73,7 @@ def values_of(image: Image.Image, kind: PixelKind) -> Values:
 
 
 def as_bytes(values: Values, natural: Range | None, wanted: Range | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Values from 0 to 255, clipped to black and white.
-
-    Raises:
-        ValueError: black and white are not known, or values lie beyond what the kind of file allows.
-    """
+    """Values from 0 to 255, clipped to black and white. Raises ValueError."""
     if wanted is None and natural == WHOLE:  # as Pillow does with colour
         return (values >> 8).astype(np.uint8)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
@@ -148,11 +144,7 @@ class PixelValues:
         return self._kind.natural is None or 0 < self._high < self._kind.natural[1] / DARK
 
     def check(self) -> None:
-        """Refuse values of which black and white are not known.
-
-        Raises:
-            SetupError: with what to type.
-        """
+        """Refuse values of which black and white are not known. Raises SetupError."""
         if not self.count or self.wanted is not None:
             return
         natural, some = self._kind.natural, f"those of {self.count} images looked at reach from {self._low:g} to"

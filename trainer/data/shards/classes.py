@@ -36,14 +36,11 @@ class Classes(NamedTuple):
 
 
 def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array) -> Classes:
-    """The classes of all samples of the shards, one shard behind the other.
+    """The classes of all samples of the shards, one shard behind the other. Raises SetupError.
 
     Args:
         root: where a list of names may lie.
         train, held_out: (samples,) bool; samples in neither do not count.
-
-    Raises:
-        SetupError: they make no sense.
     """
     texts, codes = _merged([index.contents.texts for index in indexes], [index.labels for index in indexes])
     if not (codes >= 0).any():
@@ -111,10 +108,8 @@ def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[st
 
 
 def listed(path: Path) -> list[str]:
-    """The names in classes.txt, one a line, or in classes.json: a list, or an object of numbers and names.
-
-    Raises:
-        SetupError: it holds something else.
+    """The names in classes.txt, one a line, or in classes.json: a list, or an object of numbers and names. Raises
+    SetupError.
     """
     try:
         if path.suffix == ".txt":

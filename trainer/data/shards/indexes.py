@@ -49,10 +49,7 @@ class ShardFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> ShardFile:
-        """
-        Raises:
-            OSError: it is not there.
-        """
+        """Raises OSError."""
         facts = os.stat(path)
         return cls(os.path.abspath(os.fsencode(path)), facts.st_size, facts.st_mtime_ns)
 
@@ -60,10 +57,7 @@ class ShardFile(NamedTuple):
         return os.fsdecode(self.path)
 
     def read(self, start: int, size: int) -> Bytes:
-        """
-        Raises:
-            OSError: it cannot be read, or has changed.
-        """
+        """Raises OSError."""
         file = opened(self)
         data = np.empty(size, np.uint8)
         done = 0
@@ -89,10 +83,7 @@ class OpenShard:
 
 @lru_cache(maxsize=OPEN)
 def opened(shard: ShardFile) -> OpenShard:
-    """
-    Raises:
-        OSError: it cannot be opened, or has changed.
-    """
+    """Raises OSError."""
     file = OpenShard(shard.path)
     if not stat.S_ISREG(file.facts.st_mode):
         raise OSError(f"{shard} is not a file")
@@ -214,11 +205,7 @@ def read(path: Path, about: Mapping[str, Any]) -> ShardIndex | None:
 
 
 def write(path: Path, about: Mapping[str, Any], index: ShardIndex) -> None:
-    """Write an index, unless another process is writing it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write an index, unless another process is writing it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
     contents = asdict(index.contents)

@@ -73,11 +73,7 @@ class ShardPhotos(EncodedPhotos):
 
 
 def open_shards(recipe: Recipe, before: Before) -> Datasets:
-    """The images of the shards that `data.root` names.
-
-    Raises:
-        SetupError: something is missing or cannot be used.
-    """
+    """The images of the shards that `data.root` names. Raises SetupError."""
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
     paths = [os.path.abspath(path) for path in shards_of(recipe.data.root)]
@@ -128,11 +124,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
 
 
 def split_of(parts: set[str], root: str) -> ShardSplit:
-    """Which of the parts trains and which is held out.
-
-    Raises:
-        SetupError: nothing trains, and there are several held-out parts.
-    """
+    """Which of the parts trains and which is held out. Raises SetupError."""
     held_out = [part for part in HELD_OUT if part in parts]
     if "train" in parts:
         return ShardSplit("train", held_out[0] if held_out else None)
@@ -148,11 +140,7 @@ def _parts_inside(index: ShardIndex, texts: bool) -> Array:
 
 
 def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
-    """The shards and their indexes, which are made where there are none.
-
-    Raises:
-        SetupError: one cannot be used.
-    """
+    """The shards and their indexes, which are made where there are none. Raises SetupError."""
     indexes: dict[int, tuple[ShardFile, ShardIndex]] = {}
     printed, prints = time.monotonic(), place().local_rank == 0
     with ThreadPoolExecutor(min(THREADS, len(paths))) as pool:

@@ -28,22 +28,13 @@ GROUP = 2**30  # bytes of images in a row group, at most
 
 
 def index(shard: ShardFile) -> ShardIndex:
-    """The index of its rows.
-
-    Raises:
-        SetupError: pyarrow is not installed, or the file is no such table.
-        OSError: it cannot be read.
-    """
+    """The index of its rows. Raises SetupError, OSError."""
     pyarrow()
     return kept(shard, "parquet", look)
 
 
 def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
-    """An image's bytes, of a row of a row group.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """An image's bytes, of a row of a row group. Raises OSError, ValueError."""
     value = GROUPS.of(shard, group)[row].as_buffer()
     if value is None:
         raise ValueError("the row holds no image's bytes")
@@ -53,11 +44,7 @@ def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
 
 
 def pyarrow() -> Any:
-    """The package.
-
-    Raises:
-        SetupError: it is not installed.
-    """
+    """The package. Raises SetupError."""
     try:
         import pyarrow
         import pyarrow.parquet

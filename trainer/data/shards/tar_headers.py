@@ -61,12 +61,7 @@ class Window:
 
 
 def members(window: Window) -> Iterator[Member]:
-    """All of them, in order, of concatenated archives too.
-
-    Raises:
-        BrokenError: the rest cannot be read.
-        OSError: it cannot be read.
-    """
+    """All of them, in order, of concatenated archives too. Raises BrokenError, OSError."""
     place, ended = 0, False
     common: dict[str, str] = {}
     member: dict[str, str] = {}
@@ -149,11 +144,7 @@ def _text(window: Window, place: int, size: int) -> bytes:
 
 
 def pax(text: bytes) -> dict[str, str]:
-    """The values of a pax header: lines of "length key=value", with the length in bytes.
-
-    Raises:
-        BrokenError: it is damaged.
-    """
+    """The values of a pax header: lines of "length key=value", with the length in bytes. Raises BrokenError."""
     values, place = {}, 0
     while place < len(text) and text[place]:
         length, _, _ = text[place : place + 20].partition(b" ")

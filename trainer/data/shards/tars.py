@@ -27,21 +27,12 @@ COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x2
 
 
 def index(shard: ShardFile) -> ShardIndex:
-    """The index of its samples.
-
-    Raises:
-        SetupError: it is no tar that can be read in place.
-        OSError: it cannot be read.
-    """
+    """The index of its samples. Raises SetupError, OSError."""
     return kept(shard, "tar " + " ".join(sorted(readable_suffixes())), look)
 
 
 def encoded(shard: ShardFile, start: int, size: int) -> Bytes:
-    """An image's bytes.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is larger than an image is.
-    """
+    """An image's bytes. Raises OSError, ValueError."""
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
     return shard.read(start, size)

@@ -42,11 +42,7 @@ def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
 
 
 def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
-    """Refuse to start what would end in SIGBUS later.
-
-    Raises:
-        SetupError: less than `needed` bytes of shared memory are free.
-    """
+    """Refuse to start what would end in SIGBUS later. Raises SetupError."""
     free = free_shared_memory(folder)
     if free is not None and free < needed:
         raise SetupError(

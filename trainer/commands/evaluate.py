@@ -161,9 +161,7 @@ class ImageFacts(BaseModel):
 
 
 def facts_of(path: Path, facts: dict[str, str]) -> dict[str, str]:
-    """What weights were trained on: their file says, or for a checkpoint that of the run folder it lies in. Raises
-    CheckpointError.
-    """
+    """What weights were trained on, by their file or by that of their run's folder. Raises CheckpointError."""
     for folder in (None, *path.absolute().parents[:2]):
         if folder is not None and (folder / "last.safetensors").is_file():
             facts = read_metadata(folder)

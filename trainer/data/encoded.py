@@ -58,9 +58,7 @@ def header_file(address: bytes) -> BinaryIO:
 
 
 def ends(address: bytes) -> tuple[bytes, bytes, int] | None:
-    """The first and the last `ENDS` bytes of an image, and its size; None where they cost reading many images. Raises
-    OSError, ValueError.
-    """
+    """An image's first and last `ENDS` bytes and its size; None where that costs much. Raises OSError, ValueError."""
     path, *rest = address.split(b"\0")
     if not rest:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

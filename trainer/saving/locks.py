@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
@@ -46,6 +47,21 @@ def hold(folder: Path, others: str, name: str = ".lock") -> int:
             time.sleep(MOMENT * (look + 1 < LOOKS))
     os.close(lock)
     raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
+
+
+@contextmanager
+def folder_of(
+    output: str | None, default: Path, others: str, is_used: Callable[[Path], object] = Path.exists
+) -> Iterator[Path]:
+    """`output`, else the first of `default`, `default`-2, ... that is not used; held within this block, as `hold`."""
+    numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
+    free = (path for path in itertools.chain([default], numbered) if not is_used(path))
+    path = Path(output).expanduser() if output else next(free)
+    lock = hold(path, others)
+    try:
+        yield path
+    finally:
+        os.close(lock)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

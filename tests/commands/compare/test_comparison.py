@@ -464,5 +464,5 @@ def test_what_it_tells_to_type_is_what_was_typed(
 ) -> None:
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
     monkeypatch.setenv("TRAINER_TENSORBOARD", "./launch.sh tensorboard")
-    comparing._say("  watch    python -m tensorboard.main --logdir runs/x/tensorboard")
+    comparing.say("  watch    python -m tensorboard.main --logdir runs/x/tensorboard")
     assert capsys.readouterr().out == "  watch    ./launch.sh tensorboard --logdir runs/x/tensorboard\n"

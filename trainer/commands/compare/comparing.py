@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import time
@@ -31,10 +30,11 @@ from trainer.errors import FolderInUseError, Interrupted, RecipeError, TrainerEr
 from trainer.processes import resources
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
-from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
+from trainer.saving.locks import folder_of
 from trainer.telemetry.readable import number
 
+FILE = "compare.json"
 START = 4.0  # seconds, about, before a process has its libraries
 
 
@@ -79,14 +79,9 @@ def _stands_in(entry: Entry) -> bool:
 def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) -> Iterator[Path]:
     """The comparison's folder, held under a lock. Raises FolderInUseError, RecipeError, SetupError."""
     stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(output).expanduser() if output else Path(stem)
-    number = 1
-    while not output and path.exists():
-        number += 1
-        path = Path(f"{stem}-{number}")
-    lock = locks.hold(path, "run")
-    try:
-        before = previous(path).get("asked")
+    with folder_of(output, Path(stem), "run") as path:
+        kept = usable_json(path / FILE)
+        before = kept.get("asked")
         before = before if isinstance(before, dict) else None
         used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))
         if used and not resume:
@@ -98,15 +93,8 @@ def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) ->
                 what = f"compares with {key} {before.get(key)}, not {value}; put it back or"
                 what = "compares an older version of the recipe;" if key == "settings" else what
                 raise RecipeError(f"resume=auto: {path} {what} choose another output=")
-        write_atomically(path / "compare.json", json.dumps({**previous(path), "asked": asked}, indent=2) + "\n")
+        write_atomically(path / FILE, json.dumps({**kept, "asked": asked}, indent=2) + "\n")
         yield path
-    finally:
-        os.close(lock)
-
-
-def previous(folder: Path) -> dict[str, Any]:
-    """compare.json of an earlier part; empty where there is none."""
-    return usable_json(folder / "compare.json")
 
 
 class Comparison:
@@ -129,7 +117,7 @@ class Comparison:
         self.rows = [Repeats(error=entry.problem) for entry in entries]
         self.parts = _parts(entries)
         self.repeats: int = asked.repeats or significance.LOOKS[0]  # so far
-        kept: Any = previous(folder).get("length")
+        kept: Any = usable_json(folder / FILE).get("length")
         whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
         whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
         self.length: Length | None = Length(**kept) if whole else None

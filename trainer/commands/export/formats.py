@@ -74,9 +74,7 @@ class ExportSource:
 
 
 def load(path: Path, words: Sequence[str]) -> ExportSource:
-    """The model of a run folder (its last weights), of a checkpoint, or of a .safetensors file of a run. Raises
-    CheckpointError, RecipeError.
-    """
+    """The model of a run folder, a checkpoint or a file of weights. Raises CheckpointError, RecipeError."""
     tensors, metadata = read_weights(path)
     recipe = recipe_of(path, metadata, tuple(words))
     facts = _with_inputs(path, metadata, recipe)

@@ -70,9 +70,7 @@ class DatasetFacts:
 
 
 def dataset_facts(recipe: Recipe) -> DatasetFacts:
-    """The recipe's images. Folders are counted, published sets have known sizes, and nothing is downloaded. Raises
-    RecipeError, SetupError.
-    """
+    """The recipe's images; folders are counted, nothing is downloaded. Raises RecipeError, SetupError."""
     facts = _facts(with_pretrained_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:
         return facts

@@ -214,9 +214,7 @@ def sum_up(
     seconds: float,
     probabilities: bool = True,
 ) -> None:
-    """Put the ranks' parts together, and print the result: of few images what they show, as `rows.answers`. Raises
-    PredictionError.
-    """
+    """Put the ranks' parts together, and print the result. Raises PredictionError."""
     parts = world.broadcast_object(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
     counts = {key: sum(part[key] for part in parts) for key in COUNTS}
     known = [part["seen"] for part in parts]  # a rank may not have what tells it

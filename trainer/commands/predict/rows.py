@@ -216,9 +216,7 @@ def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[st
 
 
 def claim(folder: Path) -> None:
-    """Make the folder, and hold it as long as this process lives; the ranks of a job share it. Raises FolderInUseError,
-    SetupError.
-    """
+    """Make the folder, and hold it as long as this process lives. Raises FolderInUseError, SetupError."""
     locks.hold(folder, "command", f".lock-{place().rank:04}")
     if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")

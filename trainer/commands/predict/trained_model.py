@@ -104,9 +104,7 @@ def _task(recipe: Recipe, names: Sequence[str]) -> Task:
 
 
 def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
-    """The classes of weights and how their images were prepared, by the metadata of their file. Raises
-    CheckpointError.
-    """
+    """Classes and preparation, by the metadata of the weights' file. Raises CheckpointError."""
     images = ImageFacts.of(path, facts)
     size = image_size or images.image_size
     shorter = images.shorter_side if size == images.image_size else None

@@ -47,9 +47,7 @@ def command(words: Sequence[str]) -> int:
 
 
 def find_devices(text: str | None) -> Devices:
-    """The devices that the words name: by default every GPU, and without one two processes on the CPU. Raises
-    RecipeError, SetupError.
-    """
+    """Those that the words name: by default every GPU, else CPU processes. Raises RecipeError, SetupError."""
     here = cards.detect()
     if text is None or text == "auto":
         if here.fault is not None:

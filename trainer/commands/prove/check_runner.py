@@ -158,9 +158,7 @@ class CheckRunner:
         return code if code >= 0 else 128 - code
 
     def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
-        """What `count` processes answer that measure at once, one on each device: a function of `prove_probe`, by name.
-        Raises PeerError.
-        """
+        """What `count` processes answer that run a function of `prove_probe` at once. Raises PeerError."""
         home = self.folder / "measured" / what
         task |= {"devices": self.devices.names[:count], "threads": self.devices.threads}
         self._empty(home, "task.json", task)

@@ -31,8 +31,8 @@ from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, 
 from trainer.devices import cards
 from trainer.errors import FolderInUseError, Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.terminal import say
-from trainer.saving import locks
 from trainer.saving.files import read, usable_json, without_nan, write_atomically
+from trainer.saving.locks import folder_of
 from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
@@ -67,17 +67,10 @@ def _digest(value: Any) -> str:
 @contextmanager
 def claim(output: str | None, bound: Mapping[str, str]) -> Iterator[Kept]:
     """The folder and what was done in it before. Raises FolderInUseError, SetupError."""
-    path, number = Path(output).expanduser() if output else HOME, 1
-    while not output and _in_use(path, bound):  # of another machine, or before an update
-        number += 1
-        path = HOME.with_name(f"{HOME.name}-{number}")
-    lock = locks.hold(path, "proof")
-    try:
+    with folder_of(output, HOME, "proof", lambda path: _in_use(path, bound)) as path:
         if (what := _in_use(path, bound)) is not None:
             raise FolderInUseError(f"{path} holds {what}: choose another output=")
         yield Kept(path, bound)
-    finally:
-        os.close(lock)
 
 
 def _in_use(path: Path, bound: Mapping[str, str]) -> str | None:

@@ -23,8 +23,8 @@ from trainer.data.downloads import PUBLISHED
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.processes.terminal import say
 from trainer.recipe.search_space import Range
-from trainer.saving import locks
 from trainer.saving.files import usable_json, write_atomically
+from trainer.saving.locks import folder_of
 from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
@@ -55,19 +55,12 @@ def claim(output: str | None, space: SearchSpace) -> Iterator[Path]:
     Raises FolderInUseError, SetupError.
     """
     stem = f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.name)}"
-    path, number = Path(output).expanduser() if output else Path(stem), 1
-    while not output and _other(path, space) is not None:
-        number += 1
-        path = Path(f"{stem}-{number}")
-    lock = locks.hold(path, "sweep")
-    try:
+    with folder_of(output, Path(stem), "sweep", lambda path: _other(path, space)) as path:
         if (what := _other(path, space)) is not None:
             raise FolderInUseError(f"{path} holds {what}choose another output=")
         begun = {**usable_json(path / FILE), "asked": space.asked(), "command": _command(space, output)}
         write_atomically(path / FILE, json.dumps(begun, indent=2) + "\n")
         yield path
-    finally:
-        os.close(lock)
 
 
 def _other(path: Path, space: SearchSpace) -> str | None:

@@ -58,9 +58,7 @@ class Prepared:
 
 
 def write(file: BufferedRandom, key: bytes, photos: Iterable[Prepared | None], count: int) -> None:
-    """Write a block of `count` photos to an empty file, and sync it to the disk; None is a photo left out. Raises
-    OSError.
-    """
+    """Write a block to an empty file, and sync it to the disk; None is a photo left out. Raises OSError."""
     table = np.zeros(count, ENTRY)
     place = table.nbytes
     file.seek(place)

@@ -103,9 +103,7 @@ def _named(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | No
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
-    """The class folders in alphabetical order, each with its images in order, as paths below `folder`. Raises
-    SetupError.
-    """
+    """Class folders with their images, as paths below `folder`, all in alphabetical order. Raises SetupError."""
     classes, images = listed(folder, left)
     if not classes:
         raise SetupError(_flat(folder, images))

@@ -39,9 +39,7 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path) -> Lines:
-    """The lines of a table that are not empty: at least two, with the same number of cells each, at least two. Raises
-    SetupError.
-    """
+    """The lines of a table that are not empty: two or more, of as many cells each. Raises SetupError."""
     text = _text(path)
     named = NAMED.match(text)
     text = text[named.end() :] if named else text
@@ -66,9 +64,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> None:
-    """Refuse a column of numbers, each with its line, whose commas may stand between thousands or before decimals.
-    Raises SetupError.
-    """
+    """Refuse numbers, each with its line, whose commas may mean thousands or decimals. Raises SetupError."""
     cells = list(cells)
     commas = [(number, cell) for number, cell in cells if "," in cell]
     dots = any("." in cell for _, cell in cells)

@@ -38,9 +38,7 @@ class Photo(NamedTuple):
 
 
 def write(folder: Path, data: Datasets, recipe: Recipe) -> None:
-    """Draw it into a run folder that has none yet, where `data` are photos with a class each. Raises SetupError,
-    DiskFullError.
-    """
+    """Draw it into a run folder without one, of photos with a class each. Raises SetupError, DiskFullError."""
     part = data.train
     if recipe.data.name not in OWN_PHOTOS or data.synthetic or not isinstance(part, EncodedPhotos | ImageSet):
         return

@@ -100,9 +100,7 @@ def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
 
 
 def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
-    """Decode a JPEG file's bytes, (n,) uint8, to (channels, height, width) uint8, as it is stored. Raises
-    RuntimeError.
-    """
+    """A JPEG's bytes, (n,) uint8, as (channels, height, width) uint8, as it is stored. Raises RuntimeError."""
     mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
     with without_warnings():
         image: Tensor = decode_jpeg(data, mode=mode)
@@ -187,9 +185,7 @@ def _in_range(exif: Image.Exif) -> int:
 
 
 def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """A Pillow image of any mode, as it is stored, as (channels, height, width) uint8; transparency is dropped. Raises
-    ValueError.
-    """
+    """A Pillow image as (channels, height, width) uint8; transparency is dropped. Raises ValueError."""
     kind = kind_of(image)
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
         raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")

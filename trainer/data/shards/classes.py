@@ -108,9 +108,7 @@ def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[st
 
 
 def listed(path: Path) -> list[str]:
-    """The names in classes.txt, one a line, or in classes.json: a list, or an object of numbers and names. Raises
-    SetupError.
-    """
+    """The names in classes.txt, one a line, or in classes.json, a list or by numbers. Raises SetupError."""
     try:
         if path.suffix == ".txt":
             return [line.strip() for line in files.read(path).decode().splitlines() if line.strip()]

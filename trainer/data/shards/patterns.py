@@ -22,9 +22,7 @@ EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root
 
 
 def shards_of(root: str) -> list[Path]:
-    """The shards, in order: those of a folder or pattern by name, those of braces as they are listed. Raises
-    SetupError.
-    """
+    """The shards, of a folder or pattern by name, of braces as they are listed. Raises SetupError."""
     shards: dict[str, None] = {}
     missing: list[str] = []
     for text in [root] if os.path.exists(root) else braced(_listed(root)):
@@ -73,9 +71,7 @@ def packed_or_remote(root: str) -> str | None:
 
 
 def braced(text: str) -> list[str]:
-    """Expand braces as a shell does: {a,b} and {000..012}, with its zeros; others stay as they are. Raises
-    SetupError.
-    """
+    """Expand braces as a shell does, {a,b} and {000..012}; others stay as they are. Raises SetupError."""
     for match in re.finditer(r"\{([^{}]*)\}", text):  # the innermost ones
         numbers = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
         if numbers or "," in match[1]:

@@ -483,7 +483,6 @@ def test_an_unreadable_image_stops_or_is_skipped(loading, tmp_path, damage, word
     assert len(epoch(loader)) == 1 and loader.skipped == 1
     (batch,) = loader.evaluation()
     assert batch.count == 5 and loader.skipped == 2
-    assert loader.last_skipped[0].endswith("2.jpg")
 
 
 def test_a_replacement_is_the_next_readable_sample(loading):

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import Feed, MemoryFeed, PhotoFeed, TensorFeed, known_labels, readers_of
-from trainer.data.photos.photo_reader import Unreadable, private_draws
+from trainer.data.photos.photo_reader import private_draws
 from trainer.data.registered import UserItems
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
@@ -208,12 +208,6 @@ class Loader:
         """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
         feeds = (self._train, self._val) if self._shard.inputs else ()
         return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
-
-    @property
-    def last_skipped(self) -> Unreadable | None:
-        """(path, reason) of one of them."""
-        failures = self._train.failures or self._val.failures
-        return failures[-1] if failures else None
 
     @property
     def workers(self) -> int | None:

@@ -56,7 +56,7 @@ def test_a_sweep_leaves_alone_who_does_not_look_at_its_key():
 
 def test_over_ranks_each_rank_has_the_same_threads(monkeypatch):
     monkeypatch.setattr("trainer.processes.resources.cores", lambda: 4)
-    found = entries.entries("digits", [], ["single", "ddp"], Sweep("nproc", (1, 2)))
+    found = entries.entries("digits", [], ["single", "ddp"], Sweep("nproc", [1, 2]))
     assert [(e.name, e.ranks, e.threads) for e in found] == [
         ("single", 1, 2), ("ddp nproc=1", 1, 2), ("ddp nproc=2", 2, 2)
     ]  # fmt: skip

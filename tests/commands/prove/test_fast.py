@@ -130,7 +130,7 @@ def test_settings_that_could_not_be_found_leave_the_speed_out(tmp_path):
 def test_a_bubble_is_told_with_the_most_that_it_may_be(most, says, tmp_path):
     one = CheckRunner(tmp_path, CARDS)
     settings = measured("", batch=8, precision="bf16", compile=False)
-    one.outcomes[f"settings {fast.networks(CARDS)[0].name}"] = settings
+    one.outcomes[f"settings {fast.NETWORKS[CARDS.kind][0].name}"] = settings
     found = {"bubble_measured": 0.2, "bubble_at_most": most, "bubble_ideal": 0.3, "schedule": "1f1b"}
     one.train = lambda *given, **named: {"pipeline": found}
     one.trainer = lambda *given, **named: 0

@@ -34,7 +34,7 @@ def test_every_run_can_start_on_every_machine(kind, count):
     for name, words in held_out_ways(devices):
         runs[f"held out {name}"] = ["data.name=digits", f"batch_size={24 * count}", *words]
     kept = {"batch": 64, "precision": "bf16", "compile": True}
-    for network in fast.networks(devices):
+    for network in fast.NETWORKS[devices.kind]:
         for several in fast.counts(devices):
             where = ["mode=ddp", *devices.in_ranks(several)] if several > 1 else ["mode=single", *devices.first()]
             runs[f"{network.name} {several}"] = fast.words_of(where, network, several, kept, 20)

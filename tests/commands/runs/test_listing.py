@@ -218,7 +218,7 @@ def test_no_runs_yet(home):
     [
         (["zzz"], "'zzz' is not there, nor runs/zzz: python -m trainer runs lists"),
         (["show", "digts-1"], "did you mean digits-1?"),
-        (["show"], "runs show needs a run, as in runs show NAME; runs lists them"),
+        (["show"], "runs show needs one run, as in runs show NAME, not 0; runs lists them"),
         (["show", "digits-1", "more"], "needs one run, as in runs show NAME, not 2"),
         (["show", ""], "'' is not there"),
         (["show", "\0"], "is not there"),

@@ -88,6 +88,10 @@ def test_what_slurm_is_asked_for(script) -> None:
     assert any(line.startswith("##SBATCH --partition=") for line in script().splitlines())
 
 
+def test_an_array_of_numbers_with_exponents(script) -> None:
+    assert "variants=(optimizer.lr=1e-3 optimizer.lr=0.01)\n" in script("array=optimizer.lr:[1e-3,0.01]")
+
+
 def test_an_array_gets_the_gpus_of_the_element_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
     devices = "[[cuda:0,cuda:1,cuda:2],[cuda:0,cuda:1]]"
     words = ["slurm", "recipe=digits", "mode=split", f"array=devices:{devices}", "time=01:00:00", "cpus=8"]

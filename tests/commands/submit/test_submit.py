@@ -34,7 +34,7 @@ def refused(*words: str) -> str:
     [
         ([], "submit slurm"),
         (["slrum"], "submit slurm"),
-        (["k8s"], "submit kubernetes"),
+        (["k8s"], "slurm, kubernetes, dockerfile"),
         (["dockerfile", "recipe=digits"], "recipe=digits"),
         (["slurm"], "recipe="),
         (["slurm", "recipe=digits"], "nproc="),

@@ -18,7 +18,6 @@ from trainer.commands.compare.comparison_report import (
     ComparisonReport,
     ComparisonRequest,
     Others,
-    SweepFigures,
     this_machine,
 )
 from trainer.commands.compare.entries import Entry, Sweep
@@ -243,7 +242,7 @@ class Comparison:
             warmup_steps=self.base.logging.warmup_steps,
             batch_size=self.base.batch_size,
             model=self.base.model.name,
-            sweep=SweepFigures(self.sweep.key, list(self.sweep.values)) if self.sweep else None,
+            sweep=self.sweep,
             entries=rows,
             pairs=pairs,
             conclusion=[*ranking.conclusion(rows, pairs), *ranking.explained(rows), *self.others.words()],

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.commands.compare.entries import Sweep
 from trainer.commands.compare.exactness import Exactness
 from trainer.commands.compare.running import Length
 from trainer.commands.compare.significance import Difference
@@ -32,12 +33,6 @@ class ComparisonRequest:
     steps: int | None
     repeats: int | None
     settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SweepFigures:
-    key: str
-    values: list[Any]
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ class ComparisonReport:
     warmup_steps: int
     batch_size: int
     model: str
-    sweep: SweepFigures | None
+    sweep: Sweep | None
     entries: list[EntryFigures]
     pairs: list[Difference]
     conclusion: list[str]

@@ -3,8 +3,6 @@ TensorBoard, a run an entry under tensorboard/."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.ranking import STAND_IN
 from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED, as_typed, styled
-from trainer.saving.files import without_nan, write_atomically
+from trainer.saving.files import csv_text, without_nan, write_atomically
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Curve, Events, curves_of
 
@@ -37,9 +35,7 @@ def write_tables(folder: Path, report: ComparisonReport) -> None:
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as compare.json has them, one line each, with a column for each of CSV_COLUMNS."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    lines: list[Sequence[Any]] = [CSV_COLUMNS]
     for row in rows:
         speed, ratio, compared = (row[key] or {} for key in ("samples_per_sec", "ratio", "compared"))
         flat = {
@@ -54,8 +50,8 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
             "exactness": row["exactness"]["text"],
             "deviation": row["exactness"]["deviation"],
         }
-        writer.writerow({**row, **flat})
-    return text.getvalue()
+        lines.append([{**row, **flat}[column] for column in CSV_COLUMNS])
+    return csv_text(lines)
 
 
 def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:

@@ -64,7 +64,7 @@ class Sweep:
     """One key and the values it takes."""
 
     key: str
-    values: tuple[Any, ...]
+    values: list[Any]
 
     def word(self, value: Any) -> str:
         return f"{self.key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -146,7 +146,7 @@ def parse_sweep(text: str) -> Sweep:
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         raise RecipeError(f"sweep={key} lists {twice} twice: keep one")
-    return Sweep(key, tuple(values))
+    return Sweep(key, values)
 
 
 def _example(key: str, listed: str, defaults: Mapping[str, Any]) -> str:

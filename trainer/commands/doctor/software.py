@@ -16,7 +16,6 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 
 from trainer.commands.doctor.findings import Findings
 from trainer.devices import cards, host
@@ -128,9 +127,7 @@ class Group:
             self.answers.append(answer)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for child, answer in zip(self.children, self.answers, strict=True):
             child.kill()
             child.join()

@@ -17,7 +17,6 @@ from trainer.recipe.text import misspelt
 from trainer.saving.run_names import run_named
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
-SYNONYMS = {"pt2": "exported_program", "export": "exported_program", "jit": "torchscript", "ts": "torchscript"}
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 EXAMPLE = "as in export runs/x format=onnx"
 
@@ -44,9 +43,6 @@ def export_run(path: Path, kind: str, target: Path, words: Sequence[str]) -> str
 
 def _run(named: list[str], rest: Sequence[str]) -> str:
     runs = [*named, *(word for word in rest if "=" not in word)]
-    for word in runs:
-        if word in SUFFIXES or word.startswith("-"):
-            raise RecipeError(f"'{word[:80]}' is not understood: write export RUN format=NAME, {EXAMPLE}")
     if len(runs) != 1:
         raise RecipeError(f"export needs one run, {EXAMPLE}, not {len(runs)}; runs lists them")
     return runs[0]
@@ -65,7 +61,7 @@ def _format(asked: str | None, output: str | None) -> str:
 def format_named(asked: str) -> str:
     """A format by its name. Raises RecipeError, with the one that may be meant."""
     if asked not in SUFFIXES:
-        guess = SYNONYMS.get(asked.lower().lstrip(".")) or misspelt(asked.lower().lstrip("."), SUFFIXES)
+        guess = misspelt(asked.lower().lstrip("."), SUFFIXES)
         hint = f"; did you mean format={guess}?" if guess else ""
         raise RecipeError(f"format={asked[:80]} is not one of {', '.join(SUFFIXES)}{hint}")
     return asked

@@ -53,10 +53,8 @@ def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: floa
             f"measured= cannot predict mode={recipe.mode}, which copies the model in every pass: plan mode=ddp"
         )
     if bandwidth is not None:
-        measured = replace(measured, bandwidth=bandwidth, exposed=None)
-        measured = replace(
-            measured, assumptions=(*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
-        )
+        notes = (*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
+        measured = replace(measured, bandwidth=bandwidth, exposed=None, assumptions=notes)
     return _of_stages(fake, layout, measured) if layout.staged else _of_replicas(fake, layout, measured)
 
 

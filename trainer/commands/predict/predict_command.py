@@ -19,7 +19,7 @@ from trainer.commands.predict.labelling import Labeller
 from trainer.commands.predict.rows import COUNTS, PartFile
 from trainer.commands.predict.sources import Inputs, Item
 from trainer.commands.predict.trained_model import Trained, from_checkpoint, published
-from trainer.commands.predict.watching import Watch, images
+from trainer.commands.predict.watching import Watch
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
 from trainer.errors import FolderInUseError, Interrupted, PredictionError, Preempted, RecipeError, TrainerError
@@ -34,6 +34,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.files import write_atomically
 from trainer.saving.run_names import newest_run, run_named
+from trainer.telemetry.readable import counted
 
 TIMEOUT = datetime.timedelta(days=7).total_seconds()  # a rank that is done waits for the others
 PUBLISHED = ("model.name=", "model.weights=")  # words that ask for a model which is no run's
@@ -241,12 +242,12 @@ def summary(
 ) -> str:
     """The result in lines; `seen` of the images whose class is known were trained on."""
     labelled = counts["images"] - counts["unreadable"] - counts["failed"]
-    text = f"{images(labelled)} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
+    text = f"{counted(labelled, 'image')} labelled" + (f", {speed:,.0f} images/s" if speed is not None else "")
     if counts["unreadable"]:
         rows = "its row says" if counts["unreadable"] == 1 else "their rows say"
         text += f"; {counts['unreadable']:,} could not be read, {rows} why"
     if accuracy is not None:
-        text += f"\n  top-1    {accuracy:.2%} of {images(counts['labelled'])} with known classes"
+        text += f"\n  top-1    {accuracy:.2%} of {counted(counts['labelled'], 'image')} with known classes"
     if accuracy is not None and seen:
         some = "all" if seen == counts["labelled"] else f"{seen:,}"
         text += f"\n  note     {some} of these were used in training; leave out data.root= to label the held-out images"

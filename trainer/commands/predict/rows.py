@@ -42,6 +42,11 @@ TOP5 = re.compile(r"(.*?)=([-+.e\d]+)(?:;|$)", re.DOTALL)  # in a cell of a CSV;
 MOST, LEAST = 3, 0.01  # classes of an image that are printed, and the least probability of all but the first
 
 
+def writing_rows(folder: Path) -> AbstractContextManager[None]:
+    """As `writing`, with what to type to continue a prediction."""
+    return writing(folder, f"the same words with output={folder} continue from here")
+
+
 class PartFile:
     """One rank's rows, and what they add up to.
 
@@ -65,7 +70,7 @@ class PartFile:
         self._trained_on = trained_on
         self.seen = None if trained_on is None else 0
         note = folder / f"part-{rank:04}.json"
-        with self._writing():
+        with writing_rows(self.path.parent):
             try:
                 check_settings(folder, read_json(note), settings)
             except (OSError, ValueError):  # none, or damaged: rows of unknown settings are written anew
@@ -75,9 +80,6 @@ class PartFile:
             self.done = self.counts["images"]
             self._file = self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="")
         self._synced = time.monotonic()
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.path.parent, f"the same words with output={self.path.parent} continue from here")
 
     def _keep_whole_rows(self, multiple: int) -> None:
         """Cut off what a stop has torn or something has damaged, and rows of a batch that was not complete: batches
@@ -125,7 +127,7 @@ class PartFile:
             if labels.label_probability is not None:
                 row["label_probability"] = float(f"{labels.label_probability:.6g}")
         self._count(row)
-        with self._writing():
+        with writing_rows(self.path.parent):
             self._file.write(self._line(row))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
@@ -152,14 +154,14 @@ class PartFile:
 
     def sync(self) -> None:
         """What was written survives whatever happens now."""
-        with self._writing():
+        with writing_rows(self.path.parent):
             self._file.flush()
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
         if not self._file.closed:
-            with self._writing(), self._file:
+            with writing_rows(self.path.parent), self._file:
                 self.sync()
 
 
@@ -241,7 +243,7 @@ def put_together(world: World, folder: Path, final: Path) -> None:
         _send(part)
     else:
         draft = draft_of(final)
-        with writing(folder, f"the same words with output={folder} continue from here"):
+        with writing_rows(folder):
             try:
                 with draft.open("wb") as whole:
                     whole.write(header(final.suffix[1:]).encode())

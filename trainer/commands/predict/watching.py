@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from trainer.commands.predict.rows import writing_rows
 from trainer.devices.assignment import numbered
 from trainer.pool import DevicePool
 from trainer.processes.terminal import rewrites
 from trainer.recipe import LoggingRecipe
-from trainer.saving.files import writing
 from trainer.telemetry.events import Events
+from trainer.telemetry.readable import counted
 
 SECONDS = 1.0  # between two looks at the pool
 SPOKEN = 5.0  # between two lines where there is no terminal
@@ -42,9 +42,9 @@ class Watch:
             total = None if count is None else count + done
             self._bar = tqdm(total=total, initial=done, unit="image", smoothing=0.1, dynamic_ncols=True)
         if logging.tensorboard:
-            with self._writing():
+            with writing_rows(folder):
                 self._events = Events(folder)
-            what = "images as they come" if count is None else images(count)
+            what = "images as they come" if count is None else counted(count, "image")
             again = f", after {done:,} that were labelled before" if done else ""
             print(f"predicting {what}{again} on {', '.join(self._names)}", flush=True)
 
@@ -72,7 +72,7 @@ class Watch:
         if self._events is not None:
             tags = ("items_per_sec", "queue", "batch_size")
             scalars = {f"predict/{name}/{tag}": values[tag] for name, values in figures for tag in tags}
-            with self._writing():
+            with writing_rows(self._folder):
                 self._events.scalars(scalars, self._done)
 
     def close(self) -> None:
@@ -80,16 +80,8 @@ class Watch:
             self._move_bar()
             self._bar.close()
         if self._events is not None:
-            with self._writing():
+            with writing_rows(self._folder):
                 self._events.close()
 
     def _move_bar(self) -> None:
         self._bar.update(self._done - (self._bar.n - self._bar.initial))
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self._folder, f"the same words with output={self._folder} continue from here")
-
-
-def images(count: int) -> str:
-    """So many images, in words."""
-    return f"{count:,} image{'s' * (count != 1)}"

@@ -49,10 +49,6 @@ NETWORKS = {
 }
 
 
-def networks(devices: Devices) -> tuple[Network, ...]:
-    return NETWORKS[devices.kind]
-
-
 def counts(devices: Devices) -> list[int]:
     """1, 2, 4, ... and all."""
     return sorted({2**n for n in range(10) if 2**n < devices.count} | {devices.count})
@@ -65,7 +61,7 @@ def checks(devices: Devices) -> Iterator[Check]:
         yield Check("links", "fast", "bandwidth between pairs, and of all-reduce", 10, links, 1)
     yield Check("start-up", "fast", "seconds until the first step", 32, start_up, 2)
     yield Check("save", "fast", "seconds of a save", 12, save, 2)
-    for priority, network in enumerate(networks(devices), 1):
+    for priority, network in enumerate(NETWORKS[devices.kind], 1):
         title, run = f"{network.title}: batch, precision, compilation", partial(_settings, network)
         yield Check(f"settings {network.name}", "fast", title, 90 if slow else 15, run, priority)
         for several in counts(devices):
@@ -167,7 +163,7 @@ def save(runner: CheckRunner) -> Outcome:
 
 
 def readers(runner: CheckRunner) -> Outcome:
-    network = networks(runner.devices)[0]
+    network = NETWORKS[runner.devices.kind][0]
     answer = runner.measure("readers", size=network.size)[0]
     takes = runner.figures(f"speed {network.name} x{runner.devices.count}").get("images_per_sec", {}).get("median")
     times = takes and median(answer["ours"]) / takes
@@ -265,7 +261,7 @@ def speed_outcome(
 
 def bubble(runner: CheckRunner) -> Outcome:
     """What a pipeline measured of its own bubble, and what `plan` predicts from the speed of one device."""
-    network = networks(runner.devices)[0]
+    network = NETWORKS[runner.devices.kind][0]
     settings = runner.figures(f"settings {network.name}")
     if not settings:
         return Outcome("not here", "the network's settings are not known")

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.commands.compare.comparison_report import BUSY, MachineFigures
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome
-from trainer.commands.prove.fast import networks
+from trainer.commands.prove.fast import NETWORKS
 from trainer.telemetry.plots import COLOURS, INK, canvas, save_picture
 
 FORMAT = 1
@@ -45,7 +45,7 @@ def proof_of(
     statuses = [row["status"] for row in rows]
     counts = {status: statuses.count(status) for status in sorted({*statuses})}
     status = "wrong" if counts.get("wrong") else "incomplete" if counts.get("left out") else "right"
-    speed = runner.figures(f"speed {networks(runner.devices)[0].name} x{runner.devices.count}")
+    speed = runner.figures(f"speed {NETWORKS[runner.devices.kind][0].name} x{runner.devices.count}")
     times, slow = speed.get("times_one"), slow_part(runner, speed)
     return {
         "format": FORMAT, "status": status, "sentence": sentence(runner.devices, rows, times, slow),
@@ -78,7 +78,7 @@ def slow_part(runner: CheckRunner, speed: Mapping[str, Any]) -> str | None:
     """What takes most of the speed that the devices could have, by the figures of the first network on all of them."""
     if not speed:
         return None
-    network = networks(runner.devices)[0].title
+    network = NETWORKS[runner.devices.kind][0].title
     ratio, optimizer = speed["ratio"]["median"], (speed.get("step") or {}).get("optimizer", 0.0)
     waits = speed.get("exposed_communication") or 0.0
     costs = {

@@ -69,8 +69,6 @@ def _wants_json(words: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def _one(names: Sequence[str]) -> RunSummary:
-    if not names:
-        raise RecipeError("runs show needs a run, as in runs show NAME; runs lists them")
     if len(names) != 1:
         raise RecipeError(f"runs show needs one run, as in runs show NAME, not {len(names)}; runs lists them")
     return named(names[0], HOME)

@@ -199,7 +199,7 @@ def _changed(run: RunSummary) -> tuple[str, list[str]]:
 
 def value_of(value: Any) -> str:
     """A recipe's value as one types it."""
-    return "null" if value is None else json.dumps(value) if not isinstance(value, str) else value
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

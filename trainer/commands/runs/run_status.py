@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.recipe_files import stored
+from trainer.recipe.recipe_files import MAX_ALIASES, MAX_BYTES, stored
 from trainer.recipe.text import misspelt
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
@@ -24,7 +24,6 @@ Status = Literal["running", "completed", "stopped", "failed", "killed"]
 ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
 OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "part-0000": "predictions"}
 FOREIGN = "no files of a run"
-MAX_RECIPE, MAX_ALIASES = 256 * 1024, 20  # bytes; more aliases of aliases would grow without limit
 MAX_FILES = 20_000  # of a folder, that are counted for its size
 LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # files with the time at which a run last did something
 
@@ -163,7 +162,7 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return read_json(file)
-        recipe = stored(_plain(read(file, MAX_RECIPE)))
+        recipe = stored(_plain(read(file, MAX_BYTES)))
         if isinstance(recipe, dict):
             return recipe
         notes.append(f"{file.name}: it holds no recipe")

@@ -22,8 +22,6 @@ from trainer.recipe.text import nearest
 GO = "--go"
 WRITERS: dict[str, Callable[[Submission], str]] = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
 TAKERS = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f", "-")}  # they read the file from a pipe
-SYNONYMS = {"sbatch": "slurm", "k8s": "kubernetes", "kubectl": "kubernetes", "kubeflow": "kubernetes"}
-SYNONYMS |= {"docker": "dockerfile", "image": "dockerfile"}
 
 
 def command(words: Sequence[str]) -> int:
@@ -37,21 +35,16 @@ def command(words: Sequence[str]) -> int:
         print(DOCKERFILE, end="")
         return 0
     if target not in WRITERS:
-        raise RecipeError(_unknown(target))
+        known = (*WRITERS, "dockerfile")
+        hint = f"did you mean submit {guess}? " if target and (guess := nearest(target.lower(), known)) else ""
+        example = "as in submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8"
+        raise RecipeError(f"submit needs {', '.join(known)} first, not '{target[:80]}': {hint}{example}")
     submission = read_submission(target, [word for word in rest if word != GO], os.environ.get("TRAINER_COMMAND"))
     text = WRITERS[target](submission)
     if GO not in rest:
         print(text, end="")
         return 0
     return _hand_over(target, text, rest)
-
-
-def _unknown(target: str) -> str:
-    known = (*WRITERS, "dockerfile")
-    guess = SYNONYMS.get(target.lower()) or nearest(target.lower(), known)
-    hint = f"did you mean submit {guess}? " if target and guess else ""
-    example = "as in submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8"
-    return f"submit needs {', '.join(known[:-1])} or {known[-1]} first, not '{target[:80]}': {hint}{example}"
 
 
 def _hand_over(target: str, text: str, rest: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from trainer.processes.interrupts import SAVING
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names
-from trainer.recipe.recipe_files import positive_integer, split_words, word_of
+from trainer.recipe.recipe_files import positive_integer, split_words
 from trainer.recipe.text import nearest, shown
 
 LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
@@ -180,7 +180,7 @@ def _varied(array: str | None) -> list[str]:
         raise RecipeError(str(error).replace("sweep=", "array=")) from None
     if sweep.key == "nproc":
         raise RecipeError("array=nproc is not for an array, whose runs have the same nodes: write a file for each")
-    return [word_of(sweep.key, value) for value in sweep.values]
+    return [sweep.word(value) for value in sweep.values]
 
 
 def _gpus(recipe: Recipe, nproc: int) -> int:

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from trainer.commands.sweep.space import SearchSpace, SweepTrial
-from trainer.commands.sweep.trial_runner import TrialOutcome, TrialRun
 from trainer.recipe.search_space import Choices, Dimension
 
 JOURNAL = "optuna.log"
 RANDOM = 10  # trials that are drawn at random before the sampler looks at what was good
 UNPRUNED = 5  # trials that run to their end before one is ended early
 PATIENT = 3  # a trial is left alone for the first of so many parts of its epochs
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """One run of a trial; `repeat` counts from 0, and each has a seed of its own."""
+
+    trial: SweepTrial
+    repeat: int
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """How a run ended.
+
+    Attributes:
+        value: of the metric in its best epoch; None where there is none.
+        epochs: that were evaluated.
+        seconds: of training, over all parts of the run.
+        images: that were held out.
+        error, code: why it failed, and the exit code; None and 0 where it did not.
+        early: whether it was ended early, as worse than others at that epoch.
+    """
+
+    value: float | None
+    epochs: int
+    seconds: float
+    images: int = 0
+    error: str | None = None
+    code: int = 0
+    early: bool = False
 
 
 class Combinations:
@@ -27,6 +57,7 @@ class Combinations:
         self._failed: set[int] = set()
 
     def next(self) -> TrialRun | None:
+        """The next run; None where there is none, or none before another ends."""
         while self._waiting:
             run = self._waiting.popleft()
             if run.trial.number not in self._failed:
@@ -34,12 +65,15 @@ class Combinations:
         return None
 
     def hopeless(self, run: TrialRun, epoch: int, value: float) -> bool:
+        """Whether to end a run early, after an epoch with this value of the metric."""
         return False
 
     def given_up(self, run: TrialRun) -> bool:
+        """Whether an earlier part of the sweep ended it early."""
         return False
 
     def ended(self, run: TrialRun, outcome: TrialOutcome) -> None:
+        """A run ended, now or before this sweep went on."""
         if outcome.error is not None:
             self._failed.add(run.trial.number)
 
@@ -115,6 +149,9 @@ class Sampled:
 
     def given_up(self, run: TrialRun) -> bool:
         return bool(self._study.trials[run.trial.number - 1].state == _states().PRUNED)
+
+
+Source = Combinations | Sampled  # what is to run, and who hears of it
 
 
 class _HeldAlready:

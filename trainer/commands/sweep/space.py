@@ -94,7 +94,8 @@ class SearchSpace:
         if any(isinstance(part, Range) for part in dimensions):
             _check_optuna(next(part for part in dimensions if isinstance(part, Range)))
             trials = trials or SAMPLED
-        if base.traits.exchanges in ("gradients", "copies") and nproc is None and not _typed("mode", pairs):
+        chosen = any(key == "mode" for key, _, _ in pairs)
+        if base.traits.exchanges in ("gradients", "copies") and nproc is None and not chosen:
             fixed.append("mode=single")  # the same maths on one device
             base = recipes.load(source, *fixed)
         launching.load_plugin(plugin)
@@ -168,10 +169,6 @@ class SearchSpace:
             "plugin": self.plugin,
             "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
         }
-
-
-def _typed(key: str, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    return any(typed == key for typed, _, _ in pairs)
 
 
 def _check(

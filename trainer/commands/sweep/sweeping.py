@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from trainer import recipe as recipes
 from trainer import tasks
 from trainer.commands.sweep import sweep_pictures, sweep_table
 from trainer.commands.sweep.results import Metric, SweepReport, conclusion, tabulate
-from trainer.commands.sweep.sources import Combinations, Sampled
+from trainer.commands.sweep.sources import Combinations, Sampled, Source, TrialOutcome, TrialRun
 from trainer.commands.sweep.space import Places, SearchSpace
-from trainer.commands.sweep.trial_runner import TrialOutcome, TrialRun, TrialRunner
+from trainer.commands.sweep.trial_runner import TrialRunner
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.processes.terminal import say
@@ -110,8 +110,8 @@ class Sweeping:
         self.metric = metric_of(space)
         self.command = _command(space, output)
         sampled = space.trials is not None
-        self.source: Combinations | Sampled
-        self.source = Sampled(space, folder, self.metric.larger_is_better) if sampled else Combinations(space)
+        larger = self.metric.larger_is_better
+        self.source: Source = Sampled(space, folder, larger) if sampled else Combinations(space)
         self.runner = TrialRunner(folder, space, places, self.metric.name, watched=sampled)
         self.outcomes: dict[int, dict[int, TrialOutcome]] = {}
         self.folders: dict[int, list[str]] = {}
@@ -193,15 +193,12 @@ class Sweeping:
             images=self.metric.images,
             trials=rows,
             conclusion=conclusion(rows, space.repeats, self.metric),
-            best=self._winning(best.values) if best else None,
+            best=["python", "-m", "trainer", *space.typed(best.values)] if best else None,
             seconds=time.monotonic() - self.begun,
             versions=versions(),
         )
         sweep_table.write_tables(self.folder, report, self.metric)
         return report
-
-    def _winning(self, values: Mapping[str, str]) -> list[str]:
-        return ["python", "-m", "trainer", *self.space.typed(values)]
 
     def _draw(self, report: SweepReport) -> list[str]:
         """A picture must not hide what came before it."""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.commands.compare.running import failure_line, merged
 from trainer.commands.runs.run_status import finite
-from trainer.commands.sweep.space import Places, SearchSpace, SweepTrial
+from trainer.commands.sweep.sources import Source, TrialOutcome, TrialRun
+from trainer.commands.sweep.space import Places, SearchSpace
 from trainer.errors import NotFiniteError, Preempted
 from trainer.processes import family
 from trainer.processes.interrupts import SAVING
@@ -27,52 +28,6 @@ from trainer.saving.files import usable_json, writing
 
 MOMENT = 0.05  # seconds between two looks at the runs
 AGAIN = "type the same again"
-
-
-@dataclass(frozen=True)
-class TrialRun:
-    """One run of a trial; `repeat` counts from 0, and each has a seed of its own."""
-
-    trial: SweepTrial
-    repeat: int
-
-
-@dataclass(frozen=True)
-class TrialOutcome:
-    """How a run ended.
-
-    Attributes:
-        value: of the metric in its best epoch; None where there is none.
-        epochs: that were evaluated.
-        seconds: of training, over all parts of the run.
-        images: that were held out.
-        error, code: why it failed, and the exit code; None and 0 where it did not.
-        early: whether it was ended early, as worse than others at that epoch.
-    """
-
-    value: float | None
-    epochs: int
-    seconds: float
-    images: int = 0
-    error: str | None = None
-    code: int = 0
-    early: bool = False
-
-
-class Source(Protocol):
-    """What is to run, and who hears of it."""
-
-    def next(self) -> TrialRun | None:
-        """The next run; None where there is none, or none before another ends."""
-
-    def hopeless(self, run: TrialRun, epoch: int, value: float) -> bool:
-        """Whether to end a run early, after an epoch with this value of the metric."""
-
-    def given_up(self, run: TrialRun) -> bool:
-        """Whether an earlier part of the sweep ended it early."""
-
-    def ended(self, run: TrialRun, outcome: TrialOutcome) -> None:
-        """A run ended, now or before this sweep went on."""
 
 
 @dataclass

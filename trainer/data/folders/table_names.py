@@ -30,16 +30,8 @@ class Line(NamedTuple):
     cells: list[str]
 
 
-class Lines(NamedTuple):
-    """A table's first line, the others, and the separator."""
-
-    first: list[str]
-    others: list[Line]
-    separator: str
-
-
-def read_lines(path: Path) -> Lines:
-    """The lines of a table that are not empty: two or more, of as many cells each. Raises SetupError."""
+def read_lines(path: Path) -> tuple[list[str], list[Line], str]:
+    """A table's first line, its others that are not empty, and the separator. Raises SetupError."""
     text = _text(path)
     named = NAMED.match(text)
     text = text[named.end() :] if named else text
@@ -60,7 +52,7 @@ def read_lines(path: Path) -> Lines:
         if len(cells) != len(first):
             several = "; classes of one image with ; between them need commas between columns" * (separator == ";")
             raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(first)}{several}")
-    return Lines(first, lines[1:], separator)
+    return first, lines[1:], separator
 
 
 def check_commas(path: Path, column: str, cells: Iterable[tuple[int, str]]) -> None:

@@ -421,8 +421,6 @@ TOLD = {
     "recipe=digits --gradient_checkpointing": "recipe=digits",
     "recipe=digits --gradient_checkpointing mode=pipeline": "recipe=digits pipeline.recompute=true mode=pipeline",
     "predict checkpoint=runs/x data.root=photos save=true": "predict checkpoint=runs/x data.root=photos",
-    "compare recipe=digits sweep=batch_size=32,64": "compare recipe=digits 'sweep=batch_size:[32,64]'",
-    "compare recipe=digits 'sweep=lr:[0.1, 0.2]'": "compare recipe=digits 'sweep=optimizer.lr:[0.1,0.2]'",
     # what was answered by a neighbour that is far away
     "recipe=digits rect=true": "recipe=digits",
     "recipe=digits rescale=1": "recipe=digits",
@@ -436,7 +434,6 @@ TOLD = {
     "recipe=digits model=DenseNet": "recipe=digits model.name=densenet121",
     "recipe=digits model=mobilenet-v3": "recipe=digits model.name=mobilenet_v3_small",
     "export": "export RUN format=onnx",
-    "recipes keys learning_rate": "recipes keys optimizer.lr",
     "predict checkpoint=runs/x data.root=p output=out.csv": "predict checkpoint=runs/x data.root=p output=out",
     "predict checkpoint=runs/x data.root=p output=a/b.jsonl": (
         "predict checkpoint=runs/x data.root=p output=a predict.format=jsonl"

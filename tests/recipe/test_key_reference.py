@@ -12,8 +12,9 @@ import yaml
 from tests.command_line import PROJECT, ok, trainer
 from tests.pages import REFERENCE, made
 from trainer.cli.known_keys import COMMANDS
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, load
-from trainer.recipe.key_reference import Key, keys, sections
+from trainer.recipe.key_reference import Key, keys, sections, shown_keys
 from trainer.recipe.schema import EXTENDS
 
 
@@ -94,6 +95,8 @@ def test_help_leads_to_the_keys() -> None:
     told = trainer("recipes", "keys", "lrr")
     assert (told.returncode, told.stdout) == (2, "")
     assert re.fullmatch(r"trainer: error: .*\blrr\b.*\blr\b.*recipes keys.*\n", told.stderr)
+    with pytest.raises(RecipeError, match=r"learning-rate: .*\boptimizer\.lr\?"):
+        shown_keys("learning-rate")
 
 
 def test_a_recipe_is_printed_with_comments_and_who_set_what(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from trainer.cli.known_keys import (
     SENTENCES,
     WANTS,
     is_name,
-    our_name,
 )
 from trainer.cli.spelling import DASHES, FLAGS, Word, spelled, tidied
 from trainer.errors import RecipeError
@@ -33,7 +32,7 @@ from trainer.recipe import flatten, load, shipped_recipes
 from trainer.recipe.known_names import check_names
 from trainer.recipe.near_names import advice_on, said_of
 from trainer.recipe.recipe_files import split_words
-from trainer.recipe.reflection import READERS, choices, defaults, unread
+from trainer.recipe.reflection import READERS, choices, unread
 from trainer.recipe.schema import comments
 from trainer.recipe.search_space import is_swept
 from trainer.recipe.text import misspelt
@@ -77,8 +76,6 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         return _read(command, spelled(rest), renamed)
     if renamed or command in COMMAND_WORDS:
         raise _to_type(str(*renamed) + ":" if renamed else f"{command} what?", command, rest or WANTS.get(command, ()))
-    if command == "recipes" and rest[:1] == ["keys"] and len(rest) == 2:
-        _check_key_name(rest[1])
     if command == "export" and not rest:
         raise _to_type("export what?", "export", ["RUN", "format=onnx"])
     if command == "recipes":  # has keys among its words
@@ -144,14 +141,6 @@ def _read(
     kept = _without_faults(_begun(kept, command), answers, command)
     texts = "; ".join(dict.fromkeys(map(str, answers)))
     raise _to_type(f"{texts}:", command, [*first, *kept] if kept else WANTS.get(command, ()))
-
-
-def _check_key_name(name: str) -> None:
-    """Refuse another program's name for a key, where the reference is asked for it."""
-    known = {part for key in defaults() for part in (key, key.rpartition(".")[2], key.rpartition(".")[0])}
-    ours = our_name(name.replace("-", "_"), ())
-    if name not in known and ours in defaults():
-        raise _to_type(f"'{name}' is {ours}:", "recipes", ["keys", ours])
 
 
 def _to_type(reason: str, command: str, words: Sequence[str]) -> RecipeError:

@@ -14,7 +14,6 @@ from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, MODES, TRAITS, find, shipped_recipes
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, SMALL_MODELS, TIMM, timm_models, torchvision_classifiers
 from trainer.recipe.other_names import OTHER_KEYS
-from trainer.recipe.reflection import defaults
 
 TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
 TIMMS = "vit_base_patch16_224"
@@ -38,17 +37,6 @@ def _mode(_: str, value: str, line: CommandLine) -> Meaning | None:
 def _modes(_: str, value: str, __: CommandLine) -> Meaning | None:
     names = value.strip("[]()").replace(" ", "").split(",")
     return put("modes", f"[{','.join(names)}]") if not value.startswith("[") and all(names) else None
-
-
-def _sweep(_: str, value: str, __: CommandLine) -> Meaning | None:
-    """A key and its values: batch_size=32,64 and lr:[0.1,0.2] as batch_size:[32,64] and optimizer.lr:[0.1,0.2]."""
-    match = re.fullmatch(r"([A-Za-z_][\w.\-]*)\s*[=:]\s*[\[(]?([^\[\]()]*[^\[\]() ])[\])]?", value)
-    if match is None:
-        return None
-    name = match[1].replace("-", "_")
-    key = our_name(name, ("nproc",))
-    word = f"{key if key in (*defaults(), 'nproc') else name}:[{','.join(re.split('[, ]+', match[2]))}]"
-    return put("sweep", word) if word != re.sub(r",\s+", ",", value) else None
 
 
 def _recipe(key: str, value: str, line: CommandLine) -> Meaning | None:
@@ -225,7 +213,7 @@ def _recompute(_: str, value: str, line: CommandLine) -> Meaning | None:
 
 # By key, of ours or another's: called with the key and value as typed, and the command line.
 RULES: dict[str, Callable[[str, str, CommandLine], Meaning | None]] = {
-    "mode": _mode, "modes": _modes, "sweep": _sweep, "recipe": _recipe, "checkpoint": run_within, "resume": _resume,
+    "mode": _mode, "modes": _modes, "recipe": _recipe, "checkpoint": run_within, "resume": _resume,
     "output": _output, **dict.fromkeys(RUN_NAMES, _output), "devices": _devices, "model": _model,
     "model.name": _model_name, "model.weights": _weights, **dict.fromkeys(("data", *PARTS), _data),
     "data.image_size": _image_size, "schedule.warmup_epochs": _warmup,

@@ -211,10 +211,10 @@ def _without_faults(words: Sequence[str], answers: list[Meaning], command: str) 
     if command not in ("train", "plan") or any(word.startswith("plugin=") for word in kept):
         return kept
     while True:
-        own, rest = split_words([word for word in kept if "=" in word], COMMAND_WORDS[command])
+        options, rest = split_words([word for word in kept if "=" in word], COMMAND_WORDS[command])
         rest = [word for word in rest if not word.partition("=")[0].isupper()]
         try:
-            check_names(load(own.get("recipe"), *rest))
+            check_names(load(options.get("recipe"), *rest))
             return kept
         except RecipeError as error:
             reason = str(error)

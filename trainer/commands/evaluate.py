@@ -73,17 +73,17 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     strategy.setup(model)
     strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
-    found = evaluate(strategy, loader.evaluation(), world)
+    metrics = evaluate(strategy, loader.evaluation(), world)
     skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
     loader.close()
     if world.is_main:
-        told = task.text(metrics_of(found))
-        images = f"{found['val_samples']:,} held-out images of {data.name}"
+        scores = task.text(metrics_of(metrics))
+        images = f"{metrics['val_samples']:,} held-out images of {data.name}"
         images += f"; {skipped:,} more cannot be read" if skipped else ""
-        say(f"{path}: val {told} on {images}")
+        say(f"{path}: val {scores} on {images}")
     world.barrier()
     world.close()
-    return found
+    return metrics
 
 
 def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Datasets:
@@ -94,9 +94,9 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
     data = open_datasets(recipe, Before(held_out_of(path), elsewhere))
-    told = metadata if "classes" in metadata else read_metadata(path)
+    facts = metadata if "classes" in metadata else read_metadata(path)
     try:
-        known = tuple(map(str, json.loads(told.get("classes", "null")) or data.classes))
+        known = tuple(map(str, json.loads(facts.get("classes", "null")) or data.classes))
     except (ValueError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: its description of the classes makes no sense") from None
     if known != data.classes:
@@ -115,11 +115,11 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
     """
     anywhere = {"devices": "auto", "mode": "ddp"}
     if "recipe" in metadata:
-        own = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
+        run_folder = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
         try:
             written = recipes.load(stored(dict(json.loads(metadata["recipe"]))))
-            if own is not None:  # weights tell no paths, their run's folder does
-                data = recipes.load(str(own / "recipe.yaml")).data
+            if run_folder is not None:  # weights tell no paths, their run's folder does
+                data = recipes.load(str(run_folder / "recipe.yaml")).data
                 written = written.replace(
                     data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir
                 )

@@ -38,7 +38,7 @@ def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
     Raises SetupError.
     """
     mine = world.all_or_none(lambda: _look(data, recipe, world), PATIENCE)
-    damaged = tuple(world.broadcast_object(sorted(one for part in world.gather(mine) for one in part)))
+    damaged = tuple(world.broadcast_object(sorted(file for part in world.gather(mine) for file in part)))
     if not damaged:
         return data
     if recipe.data.on_error == "stop":

@@ -115,9 +115,9 @@ def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int
         "agrees": agreement,
     }
     head = f"exported {path} ({source.recipe.model.name}) as format={kind}"
-    told = [head, *(f"  {title:<7} {text}" for title, text in lines.items())]
+    report = [head, *(f"  {title:<7} {text}" for title, text in lines.items())]
     used = [f"    {line}" for line in usage(source, kind, target)]
-    return "\n".join([*told, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
+    return "\n".join([*report, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
 
 
 def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, str, str]:

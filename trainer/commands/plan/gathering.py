@@ -109,9 +109,9 @@ class Gathering:
             before.arriving = True
 
     def _gather(self, unit: Unit) -> None:
-        own = unit.size // self.parts * self.offload
-        self.seen.hold(own + unit.size)
-        self.seen.hold(-own)
+        local_part = unit.size // self.parts * self.offload
+        self.seen.hold(local_part + unit.size)
+        self.seen.hold(-local_part)
 
     def _gradient(self, unit: Unit, *_: Any) -> None:
         unit.waits_for -= 1

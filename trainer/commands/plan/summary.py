@@ -145,7 +145,7 @@ def _stages(fake: FakeModel, layout: Layout, cut: Cut) -> PipelineFigures:
                 device=layout.devices[holder],
                 parameters=sum(p.numel() for p in module.parameters()),
                 forward_flops=stage.flops,
-                flops_share=stage.flops / sum(one.flops for one in cut.stages),
+                flops_share=stage.flops / sum(other.flops for other in cut.stages),
                 sent_bytes=stage.sent if index + 1 < len(cut.stages) else 0,
             )
             for index, (module, stage, holder) in enumerate(zip(modules, cut.stages, cut.holders, strict=True))

@@ -173,12 +173,12 @@ def answers(final: Path, kind: str, probabilities: bool) -> list[str]:
         if isinstance(pairs, str):
             pairs = [(name, float(number)) for name, number in TOP5.findall(pairs)]
         if probabilities:
-            told = [f"{name} {number:.0%}" for name, number in pairs[:1] + [p for p in pairs[1:] if p[1] >= LEAST]]
+            shown = [f"{name} {number:.0%}" for name, number in pairs[:1] + [p for p in pairs[1:] if p[1] >= LEAST]]
         else:
-            told = [f"{name} {number:.4g}" for name, number in pairs]
-        lines.append((row["path"], "  ".join(told[:MOST]) or row["error"]))
+            shown = [f"{name} {number:.4g}" for name, number in pairs]
+        lines.append((row["path"], "  ".join(shown[:MOST]) or row["error"]))
     width = max(len(path) for path, _ in lines)
-    return [f"{path:{width}}  {told}" for path, told in lines]
+    return [f"{path:{width}}  {shown}" for path, shown in lines]
 
 
 def _whole(final: Path, kind: str) -> Iterator[dict[str, Any]]:

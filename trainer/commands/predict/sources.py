@@ -82,9 +82,9 @@ def image_files(
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
-    found = {root: _paths_of(root, size) for root in roots}
-    paths = [path for root in roots for path in found[root][0]]
-    ignored = {root: left for root, (_, left) in found.items() if left}
+    listed = {root: _paths_of(root, size) for root in roots}
+    paths = [path for root in roots for path in listed[root][0]]
+    ignored = {root: left for root, (_, left) in listed.items() if left}
     start, stop = contiguous_span(len(paths), rank, size)
     items = _labelled(paths[start:stop], classes)
     doubt = "" if rank else doubt_of(paths, pixel_range)

@@ -37,8 +37,8 @@ MISSING = "-"
 def show(run: RunSummary, as_json: bool = False) -> str:
     """What `runs show` prints."""
     if as_json:
-        goodput = asdict(found) if (found := _goodput(run)) else None
-        tree = {**run.to_dict(), "changed": _changed(run)[1], "goodput": goodput}
+        goodput = _goodput(run)
+        tree = {**run.to_dict(), "changed": _changed(run)[1], "goodput": asdict(goodput) if goodput else None}
         tree |= {"result": run.result, "recipe": run.recipe}
         return json.dumps(tree, indent=2, default=str) + "\n"
     lines = [(title, value) for title, value in (*_what(run), *_figures(run), *_files(run)) if value]
@@ -116,27 +116,27 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
 
 def _time_spent(run: RunSummary) -> Iterator[tuple[str, str]]:
     """Goodput, what else the time went into, and how each attempt ended, by the journal."""
-    found = _goodput(run)
-    if found is None:
+    goodput = _goodput(run)
+    if goodput is None:
         return
-    attempts = readable.counted(found.attempts, "attempt")
-    yield "goodput", f"{found.fraction:.1%} of {readable.duration(found.wall_s)}, in {attempts}"
-    lost = {part: spent for part, spent in found.seconds.items() if part != STEPS}
+    attempts = readable.counted(goodput.attempts, "attempt")
+    yield "goodput", f"{goodput.fraction:.1%} of {readable.duration(goodput.wall_s)}, in {attempts}"
+    lost = {part: spent for part, spent in goodput.seconds.items() if part != STEPS}
     starting = {part.removeprefix(START): spent for part, spent in lost.items() if part.startswith(START)}
     named = ", ".join(f"{name} {readable.duration(spent)}" for name, spent in starting.items())
     sums = {part: spent for part, spent in lost.items() if not part.startswith(START)}
     sums |= {f"start-up: {named}": sum(starting.values())} if starting else {}
     rows = [
-        (readable.duration(spent), f"{spent / found.wall_s:.1%}", part)
+        (readable.duration(spent), f"{spent / goodput.wall_s:.1%}", part)
         for part, spent in sorted(sums.items(), key=lambda item: -item[1])
-        if spent >= LEAST * found.wall_s
+        if spent >= LEAST * goodput.wall_s
     ]
     yield from zip(("lost", *[""] * len(rows)), readable.table(rows, {0, 1}) if rows else (), strict=False)
-    ends = [(end["time"][:19].replace("T", " "), f"step {end['step']}", end["cause"]) for end in found.ends]
+    ends = [(end["time"][:19].replace("T", " "), f"step {end['step']}", end["cause"]) for end in goodput.ends]
     if len(ends) > ENDS:
         ends = [*ends[: ENDS // 2], ("...", "", f"{len(ends) - ENDS} more"), *ends[-ENDS // 2 :]]
     yield from zip(("ends", *[""] * len(ends)), readable.table(ends) if ends else (), strict=False)
-    yield from (("", note) for note in found.notes)
+    yield from (("", note) for note in goodput.notes)
 
 
 def _goodput(run: RunSummary) -> Goodput | None:

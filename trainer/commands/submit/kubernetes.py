@@ -34,14 +34,14 @@ def manifest(submission: Submission) -> str:
             f"output={submission.output} is not on the volume, which is at {HOME} in the pods: write a path below it"
         )
     kind = submission.options.get("kind", "job")
-    documents = [_recipe_map(submission)] if _own_recipe(submission) else []
+    documents = [_recipe_map(submission)] if _is_own_file(submission) else []
     documents += [_train_job(submission)] if kind == "trainjob" else [_service(submission), _job(submission)]
     use = f"kubectl apply -f FILE; follow: kubectl logs -f {kind}/{submission.name}; end: kubectl delete -f FILE"
     head = TEXT.format(command=submission.comment, use=use)
     return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _own_recipe(submission: Submission) -> bool:
+def _is_own_file(submission: Submission) -> bool:
     """Whether the recipe is a file of this machine, which the pods do not have."""
     return _typed_recipe(submission) not in shipped_recipes()
 
@@ -63,8 +63,8 @@ def _recipe_map(submission: Submission) -> dict[str, Any]:
 def _command(submission: Submission, nproc: bool) -> list[str]:
     words = [f"nproc={submission.nproc}"] if nproc else []
     for word in submission.words:
-        own = word.startswith("recipe=") and _own_recipe(submission)
-        words.append(f"recipe={RECIPE}/{submission.name}.yaml" if own else word)
+        mounted = word.startswith("recipe=") and _is_own_file(submission)
+        words.append(f"recipe={RECIPE}/{submission.name}.yaml" if mounted else word)
     words += [f"output={PurePosixPath(HOME, submission.output)}", "resume=auto"]
     start = ["env", f"--chdir={HOME}", "python", "-m", "trainer"]
     return [word.replace("$", "$$") for word in [*start, *words]]  # Kubernetes would expand $(NAME)
@@ -84,7 +84,7 @@ def _volumes(submission: Submission) -> tuple[list[dict[str, Any]], list[dict[st
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     mounts = [{"name": "work", "mountPath": HOME}, {"name": "shm", "mountPath": "/dev/shm"}]
-    if _own_recipe(submission):
+    if _is_own_file(submission):
         volumes.append({"name": "recipe", "configMap": {"name": submission.name}})
         mounts.append({"name": "recipe", "mountPath": RECIPE})
     return volumes, mounts

@@ -107,52 +107,52 @@ class Submission:
 
 def read_submission(target: str, words: Sequence[str], program: str | None) -> Submission:
     """Read and check the words. Raises RecipeError."""
-    others = {word: other for other, own in OWN.items() if other != target for word in own}
-    own, rest = split_words(words, (*BOTH, *others, *OWN[target], *LAUNCH, "output", "resume"))
-    for word in own.keys() & others.keys():
+    others = {word: other for other, given in OWN.items() if other != target for word in given}
+    given, rest = split_words(words, (*BOTH, *others, *OWN[target], *LAUNCH, "output", "resume"))
+    for word in given.keys() & others.keys():
         raise RecipeError(f"{word}= is for submit {others[word]}, not for {target}: leave it out")
-    if "recipe" not in own:
+    if "recipe" not in given:
         raise RecipeError(f"submit needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
-    if own.get("resume", "auto") != "auto":
-        raise RecipeError(f"resume={shown(own['resume'])} must be auto, and may be left out")
-    if own.get("output", "").startswith("~"):
-        raise RecipeError(f"output={shown(own['output'])}: write the folder's path on the cluster, without ~")
-    varied = _varied(own.get("array"))
+    if given.get("resume", "auto") != "auto":
+        raise RecipeError(f"resume={shown(given['resume'])} must be auto, and may be left out")
+    if given.get("output", "").startswith("~"):
+        raise RecipeError(f"output={shown(given['output'])}: write the folder's path on the cluster, without ~")
+    varied = _varied(given.get("array"))
     if any(word.partition("=")[0] == varied[0].partition("=")[0] for word in rest if varied):
         raise RecipeError(f"{varied[0].partition('=')[0]} is given by array=, too: keep one")
-    base = recipes.load(own["recipe"], *rest, *varied[:1])
+    base = recipes.load(given["recipe"], *rest, *varied[:1])
     needed = NEEDED[target] if base.processes == "one" else ("nproc", *NEEDED[target])
     for key in needed:
-        if key not in own:
+        if key not in given:
             raise RecipeError(f"submit {target} needs {key}=, as in {EXAMPLES[key]}")
-    nodes = positive_integer("nodes", own.get("nodes")) or 1
-    nproc = positive_integer("nproc", own.get("nproc")) or 1
+    nodes = positive_integer("nodes", given.get("nodes")) or 1
+    nproc = positive_integer("nproc", given.get("nproc")) or 1
     gpus = 0
     for word in varied or [""]:
-        recipe = recipes.load(own["recipe"], *rest, *filter(None, [word]))
-        if "plugin" not in own:
+        recipe = recipes.load(given["recipe"], *rest, *filter(None, [word]))
+        if "plugin" not in given:
             check_names(recipe)
         check_processes(recipe, nodes * nproc, nodes)
         gpus = max(gpus, _gpus(recipe, nproc))
     submission = Submission(
         recipe=base,
-        words=(*(f"{key}={own[key]}" for key in LAUNCH if key in own and key != "nproc"), *rest),
+        words=(*(f"{key}={given[key]}" for key in LAUNCH if key in given and key != "nproc"), *rest),
         variants=tuple(varied) or ("",),
-        output=own.get("output") or f"runs/{base.name}",
+        output=given.get("output") or f"runs/{base.name}",
         nodes=nodes,
         nproc=nproc,
         gpus=gpus,
-        cpus=positive_integer("cpus", own["cpus"]) or 1,
-        requeues=positive_integer("requeues", own.get("requeues")) or REQUEUES,
-        options={key: _checked(key, own[key]) for key in (*BOTH, *OWN[target]) if key in own},
+        cpus=positive_integer("cpus", given["cpus"]) or 1,
+        requeues=positive_integer("requeues", given.get("requeues")) or REQUEUES,
+        options={key: _checked(key, given[key]) for key in (*BOTH, *OWN[target]) if key in given},
         program=program or "python -m trainer",
         typed=shlex.join(["submit", target, *words]),
     )
     if len({*submission.folders}) < len(submission.folders):
         raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")
-    if "time" in own and seconds(own["time"]) <= submission.saving + 60:
+    if "time" in given and seconds(given["time"]) <= submission.saving + 60:
         raise RecipeError(
-            f"time={own['time']} leaves no time to train: the run gets a signal {submission.saving} s before the end, "
+            f"time={given['time']} leaves no time to train: the run gets a signal {submission.saving} s before the end, "
             "and SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
         )
     return submission

@@ -63,20 +63,20 @@ class TrialRunner:
         words = self.space.typed(run.trial.values)
         return merged(words, {"seed": str(self.space.seeds[run.repeat])}) if run.repeat else words
 
-    def execute(self, source: Source, told: Callable[[TrialRun, TrialOutcome, float | None], None]) -> None:
-        """Run all; `told` hears of each end, with the seconds since its start, None where it was done before.
+    def execute(self, source: Source, on_end: Callable[[TrialRun, TrialOutcome, float | None], None]) -> None:
+        """Run all; `on_end` is told of each end, with the seconds since its start, None where it was done before.
 
         Raises:
             KeyboardInterrupt, Preempted: the runs under way have been stopped, and can be resumed.
         """
         try:
             while True:
-                self._start(source, told)
+                self._start(source, on_end)
                 if not self.running:
                     return
                 time.sleep(MOMENT)
                 for running in list(self.running):
-                    self._look(running, source, told)
+                    self._look(running, source, on_end)
         except (KeyboardInterrupt, Preempted):
             self._stop()
             raise
@@ -84,7 +84,7 @@ class TrialRunner:
             for running in self.running:
                 running.stack.close()
 
-    def _start(self, source: Source, told: Callable[[TrialRun, TrialOutcome, float | None], None]) -> None:
+    def _start(self, source: Source, on_end: Callable[[TrialRun, TrialOutcome, float | None], None]) -> None:
         """Start runs wherever a place is free; those that are done already only count."""
         taken = {running.place for running in self.running}
         free = [place for place in range(len(self.places.devices)) if place not in taken]
@@ -92,7 +92,7 @@ class TrialRunner:
             done = self.kept(run, source.given_up(run))
             if done is not None:
                 source.ended(run, done)
-                told(run, done, None)
+                on_end(run, done, None)
                 continue
             self.running.append(self._started(run, free.pop(0)))
 
@@ -116,7 +116,7 @@ class TrialRunner:
         return self.folder / f"{self.path(run).name}.log"
 
     def _look(
-        self, running: _TrialProcess, source: Source, told: Callable[[TrialRun, TrialOutcome, float | None], None]
+        self, running: _TrialProcess, source: Source, on_end: Callable[[TrialRun, TrialOutcome, float | None], None]
     ) -> None:
         """One look at a run: its new epoch, or its end."""
         code = running.child.poll()
@@ -128,7 +128,7 @@ class TrialRunner:
         running.stack.close()
         outcome = self._outcome(running, code)
         source.ended(running.run, outcome)
-        told(running.run, outcome, time.monotonic() - running.begun)
+        on_end(running.run, outcome, time.monotonic() - running.begun)
 
     def _show_epoch(self, running: _TrialProcess, source: Source) -> None:
         result = usable_json(running.path / "result.json")

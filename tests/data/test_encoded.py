@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.data.shards.making import in_folders, jpeg, tarred
-from trainer.data.encoded import encoded, header_file, identity, in_shard, open_address
+from trainer.data.encoded import encoded, header_file, identity, in_shard
 from trainer.data.folders.photo_folders import PhotoFolder
+from trainer.data.photos.decoding import open_encoded
 from trainer.data.shards import tars
 from trainer.data.shards.indexes import ShardFile
 from trainer.data.shards.opening import ShardPhotos
@@ -34,7 +35,7 @@ def test_the_same_bytes_and_headers(pair):
     for one, other in zip(*([part.address(n) for n in range(3)] for part in pair), strict=True):
         assert encoded(one).tobytes() == encoded(other).tobytes()
         assert header_file(one).read() == header_file(other).read()
-        assert open_address(other, 3).height == 30
+        assert open_encoded(encoded(other), 3).height == 30
 
 
 def test_a_part_is_some_of_them(pair):

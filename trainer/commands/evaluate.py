@@ -14,7 +14,7 @@ from trainer import modes
 from trainer import recipe as recipes
 from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.cache import as_stored
-from trainer.data.folders.layout import Before, held_out_of
+from trainer.data.folders.layout import Before, part_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import fitted
 from trainer.modes import Context
@@ -93,7 +93,7 @@ def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Dat
     another folder than the run's, all are held out. Raises CheckpointError.
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
-    data = open_datasets(recipe, Before(held_out_of(path), elsewhere))
+    data = open_datasets(recipe, Before(part_of(path, "val"), elsewhere))
     facts = metadata if "classes" in metadata else read_metadata(path)
     try:
         known = tuple(map(str, json.loads(facts.get("classes", "null")) or data.classes))

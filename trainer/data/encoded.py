@@ -47,11 +47,6 @@ def encoded(address: bytes) -> Bytes:
     return READ[kind](ShardFile(path, int(size), int(time)), first, second)
 
 
-def open_address(address: bytes, channels: int, pixel_range: Range | None = None) -> Picture:
-    """The image at an address, as `open_image`."""
-    return open_encoded(encoded(address), channels, pixel_range)
-
-
 def header_file(address: bytes) -> BinaryIO:
     """A file to read an image's header from. Raises OSError, ValueError."""
     return io.BytesIO(encoded(address).data) if b"\0" in address else files.opened(address)
@@ -140,7 +135,8 @@ class EncodedPhotos(ABC):
         return digest.hexdigest()
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        return open_address(self.address(index), channels, self.pixel_range), torch.as_tensor(self.labels[index])
+        picture = open_encoded(encoded(self.address(index)), channels, self.pixel_range)
+        return picture, torch.as_tensor(self.labels[index])
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
         picture, label = self.open(index, channels)

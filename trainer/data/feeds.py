@@ -36,9 +36,10 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """End what reads."""
+        return
 
 
-class MemoryFeed:
+class MemoryFeed(Feed):
     """Batches of images in memory, indexed and augmented in this process when they are needed."""
 
     def __init__(
@@ -77,18 +78,15 @@ class MemoryFeed:
             at = on_device(torch.from_numpy(index), self._device)
             yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
 
-    def close(self) -> None:
-        pass
 
-
-class TensorFeed:
+class TensorFeed(Feed):
     """Batches of inputs in memory that are not images, of labels alone, or of neither, where a rank needs no more."""
 
     def __init__(
         self, inputs: Tensor | None, labels: Tensor | None, length: int, rows: int, device: torch.device
     ) -> None:
         """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
-        self.failures: list[Unreadable] = []
+        self.failures = []
         self._tensors = [None if part is None else set_on_device(part, device) for part in (inputs, labels)]
         self._pool = min((len(part) for part in self._tensors if part is not None), default=length)
         self._length, self._rows, self._device = length, rows, device
@@ -104,9 +102,6 @@ class TensorFeed:
         for start, stop in spans:
             index = _padded(start, self._rows, self._length) % self._pool
             yield *self._take(on_device(torch.from_numpy(index), self._device)), stop - start
-
-    def close(self) -> None:
-        pass
 
     def _take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         inputs, labels = (self._nothing if part is None else part[index] for part in self._tensors)

@@ -152,7 +152,7 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
         raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")
     if "time" in given and seconds(given["time"]) <= submission.saving + 60:
         raise RecipeError(
-            f"time={given['time']} leaves no time to train: the run gets a signal {submission.saving} s before the end, "
+            f"time={given['time']} leaves no time to train: a run gets a signal {submission.saving} s before the end, "
             "and SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
         )
     return submission

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,11 @@ from torchvision.io import encode_jpeg
 
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import DamagedError, Prepared
-from trainer.data.encoded import EncodedPhotos, encoded, identity, open_address
+from trainer.data.encoded import EncodedPhotos, encoded, identity
 from trainer.data.photos.decoding import jpeg_pixels, open_encoded, without_warnings
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import PhotoDraws, private_draws, resized, shorter_side
 from trainer.data.photos.pixel_range import Range
-from trainer.data.sampling import Array
 from trainer.recipe import Recipe
 from trainer.telemetry.verdict import Reading
 
@@ -110,7 +109,7 @@ def prepared(address: bytes, how: Format) -> Prepared:
 
     Raises whatever reading it raises.
     """
-    picture = open_address(address, how.channels, how.pixel_range)
+    picture = open_encoded(encoded(address), how.channels, how.pixel_range)
     image = picture.whole(how.size)
     if min(image.shape[-2:]) > how.size:
         image = resized(image, [how.size])
@@ -208,30 +207,19 @@ def measure_reading(
         seconds: to spend, about.
     """
     index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
-    with _one_thread(), private_draws():
-        draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
-        rows = [_of(folder, place, row, draws, recipe, size, channels) for row, place in _within(index, seconds)]
-    known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
-    return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
-
-
-def _within(index: Array, seconds: float) -> Iterator[tuple[int, int]]:
-    ends = time.perf_counter() + seconds
-    for row, place in enumerate(index.tolist()):
-        if row > 1 and time.perf_counter() > ends:
-            return
-        yield row, place
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As in a loader worker."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    rows: list[tuple[float, float, float, float] | None] = []
+    threads, ends = torch.get_num_threads(), time.perf_counter() + seconds
+    torch.set_num_threads(1)  # as in a loader worker
     try:
-        yield
+        with private_draws():
+            draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
+            for row, place in enumerate(index.tolist()):
+                if row < 2 or time.perf_counter() < ends:
+                    rows.append(_of(folder, place, row, draws, recipe, size, channels))
     finally:
         torch.set_num_threads(threads)
+    known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
+    return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
 
 
 def _of(

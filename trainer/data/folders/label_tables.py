@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trainer import tasks
 from trainer.data.folders.layout import HELD_OUT, TRAIN, Before
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
+from trainer.data.folders.scanning import few
 from trainer.data.folders.table_names import (
     Line,
     Naming,
@@ -109,7 +110,7 @@ class Table:
         columns = []
         for name in [names] if isinstance(names, str) else names or []:
             if name.lower() not in known:
-                raise SetupError(f"data.{key}={name} is no column of {self.path}; its columns are {_listed(header)}")
+                raise SetupError(f"data.{key}={name} is no column of {self.path}; its columns are {few(header, 6)}")
             columns.append(header.index(name) if name in header else known.index(name.lower()))
         return columns
 
@@ -125,7 +126,7 @@ class Table:
             row = Row(number, image, tuple(cells[n] for n in labels))
             before, first = known.setdefault(image, (part, row))
             if (before, first.cells) != (part, row.cells):
-                other = _listed(first.cells) if first.cells != row.cells else before
+                other = few(first.cells) if first.cells != row.cells else before
                 advice = "write its classes in one line, as cat;dog" if reads == "classes" else "keep one of them"
                 raise SetupError(
                     f"{self.path}, line {number}: {image} is there already (line {first.number}), as {other}: {advice}"
@@ -177,7 +178,7 @@ class Table:
             return self.columns, [self._matrix(rows) for rows in parts]
         likely = next((name for name in self.columns if name.lower() in TARGETS), (*self.columns, "")[0])
         choose = f": data.label_column={likely} takes that" if likely else ""
-        raise SetupError(f"{self.path} needs {WANTED[reads]}; its other columns are {_listed(self.columns)}{choose}")
+        raise SetupError(f"{self.path} needs {WANTED[reads]}; its other columns are {few(self.columns, 6)}{choose}")
 
     def _check_separator(self, cells: Sequence[str]) -> None:
         """Refuse cells in which another mark than `;` separates the classes of an image."""
@@ -224,7 +225,7 @@ class Table:
         if not all(map(math.isfinite, numbers)):
             some = len(row.cells) > 1 and not self._wanted
             choose = f"; data.label_column=[{','.join(self.columns[:2])}] takes only these columns" if some else ""
-            raise SetupError(f"{self.path}, line {row.number}: {_listed(row.cells)} are not all numbers{choose}")
+            raise SetupError(f"{self.path}, line {row.number}: {few(row.cells)} are not all numbers{choose}")
         return numbers
 
 
@@ -263,7 +264,3 @@ def _shared(names: Iterable[str], mark: str) -> bool:
 
 def _several(cell: str) -> list[str]:
     return [name.strip() for name in cell.split(SEPARATOR) if name.strip()]
-
-
-def _listed(cells: Sequence[str]) -> str:
-    return ", ".join(cells[:6]) + ", ..." * (len(cells) > 6)

@@ -219,17 +219,12 @@ def hold_out(
 
 def continued(folder: RunFolder) -> Before:
     """The split of the run that is continued in a folder, or of an earlier start of the same job."""
-    return Before(held_out_of(folder.path)) if folder.resuming or is_restart() else NOTHING_BEFORE
+    return Before(part_of(folder.path, "val")) if folder.resuming or is_restart() else NOTHING_BEFORE
 
 
 def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:
     """The text of split.csv; `parts` are the names of the parts with their files and labels."""
     return csv_text([HEADER, *((portable(file), label, part) for part, rows in parts for file, label in rows)])
-
-
-def held_out_of(path: Path) -> frozenset[str] | None:
-    """The images that a run held out, as `part_of`."""
-    return part_of(path, "val")
 
 
 def part_of(path: Path, part: str) -> frozenset[str] | None:

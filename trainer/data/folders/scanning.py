@@ -191,6 +191,6 @@ def class_images(folder: Path, classes: Sequence[str], left: LeftOut) -> list[li
     return images
 
 
-def few(names: Sequence[str]) -> str:
+def few(names: Sequence[str], most: int = 4) -> str:
     """The first names, in words."""
-    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)

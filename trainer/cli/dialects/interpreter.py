@@ -36,13 +36,7 @@ EXAMPLES = {
 
 
 def meaning(key: str, value: str, line: CommandLine) -> Meaning | None:
-    """What `key=value` is in our words; None where it is one of ours, or nobody knows.
-
-    Args:
-        key: as `spelling` brings it.
-        value: as typed.
-        line: the rest of the command line.
-    """
+    """What `key=value`, as `spelling` brings it, is in our words; None where it is one of ours, or nobody knows."""
     section, _, inner = key.partition(".")
     known = is_name(key) and inner not in PARTS
     if inner and inner not in RUN_NAMES and not known and not HELD_OUT.search(section):  # scheduler.eta_min
@@ -193,12 +187,7 @@ def _as_yaml(value: str, real: bool) -> str | None:
 
 
 def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
-    """What to type for a word without =; None where it is not known.
-
-    Args:
-        typed: the word.
-        line: the rest of the command line.
-    """
+    """What to type for a word without =; None where it is not known."""
     name = typed.lstrip(DASHES).replace("-", "_")
     if name in line.options and (typed != name or name == "recipe"):
         return put(name, EXAMPLES[name], "with its value")

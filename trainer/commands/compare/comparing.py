@@ -45,9 +45,7 @@ def predictions(
     One process is predicted from the run of `single`; several from a measurement of their computing side by side and of
     their exchange, since one alone tells of neither.
 
-    Args:
-        folders: a finished run of each entry, None where there is none.
-        plugin: the user's own module.
+    `folders` has a finished run of each entry, None where there is none.
     """
     source = next(
         (folder for entry, folder in zip(entries, folders, strict=True) if entry.traits.reference and folder), None

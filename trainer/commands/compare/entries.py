@@ -78,14 +78,7 @@ def entries(
     nproc: str | None = None,
     plugin: str | None = None,
 ) -> list[Entry]:
-    """What is to be compared, in the order in which it is to run. Raises RecipeError.
-
-    Args:
-        source: the recipe's name, file or contents.
-        words: of the recipe, for every entry.
-        modes: a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one of `mode=`
-            in words, the recipe's in a sweep, else all.
-    """
+    """What is to be compared, by the arguments of `compare`, in the order in which it is to run. Raises RecipeError."""
     base = recipe.load(source, *words)
     if plugin is None:
         check_names(base)

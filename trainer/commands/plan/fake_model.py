@@ -43,13 +43,8 @@ class StagePass(NamedTuple):
 
 
 class FakeModel:
-    """A recipe's model, its weights and gradients without values.
-
-    Args:
-        recipe: its model, optimizer, precision and memory format.
-        images: their shape and number of classes.
-        kind: of the devices, cpu or cuda. Without a GPU here the CPU's operators stand in for its own.
-    """
+    """A recipe's model, its weights and gradients without values, on devices of a `kind`, cpu or cuda: without a GPU
+    the CPU's operators stand in for its own."""
 
     def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str) -> None:
         self.recipe, self.images, self.task = recipe, images, images.task(recipe)
@@ -106,11 +101,7 @@ class FakeModel:
     # Passes.
 
     def whole(self, rows: int, gradients: bool) -> Pass:
-        """The whole model's pass on so many images.
-
-        Args:
-            gradients: they exist already, as under DDP or accumulation. Otherwise they count as they are made.
-        """
+        """The whole model's pass on so many images. Gradients that do not exist already count as they are made."""
         return self._fit(rows, gradients)
 
     def _measure(self, rows: int, gradients: bool) -> Pass:
@@ -210,11 +201,7 @@ class FakeModel:
         return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
 
     def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
-        """Each stage's pass of a micro-batch, as the pipeline runs it.
-
-        Args:
-            wired: between processes, where what travels is contiguous.
-        """
+        """Each stage's pass of a micro-batch; between processes, `wired`, what travels is contiguous."""
         modules, passes = self.traced.stages(cuts), []
         with self._fake, self._shapes_suffice():
             travelling = self._images(rows)

@@ -42,11 +42,7 @@ class Forecast:
 
 
 def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None) -> Forecast:
-    """A step of the layout. Raises RecipeError.
-
-    Args:
-        bandwidth: bytes a second that was stated; without, the measured one counts.
-    """
+    """A step of the layout, with the `bandwidth` that was stated, else the measured one. Raises RecipeError."""
     recipe = layout.recipe
     if recipe.traits.exchanges == "copies" and layout.kind == "cuda":
         raise RecipeError(

@@ -38,14 +38,7 @@ class Gathering:
         offload: bool,
         seen: Allocations,
     ) -> None:
-        """
-        Args:
-            names: of the units.
-            parts: of the weights.
-            reshard: weights are freed after the forward pass.
-            stays: this rank's gradients exist already, as under accumulation.
-            offload: its part of everything comes from the host and goes there.
-        """
+        """`names` are those of the units; `stays` says that gradients exist already, the others are `sharded`'s."""
         inside = {p for name in names for p in model.get_submodule(name).parameters()}
         self.root = Unit(model, [p for p in model.parameters() if p not in inside])
         units = [Unit(module, [*module.parameters()]) for module in map(model.get_submodule, names)]

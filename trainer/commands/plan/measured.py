@@ -166,12 +166,7 @@ def ring(ranks: int) -> float:
 
 
 def reading(recipe: Recipe, images: DatasetFacts, readers: int, wanted: float | None) -> ReadingFigures | None:
-    """What is known of reading; None where no photos are read, or none can be.
-
-    Args:
-        readers: ranks of this machine that read.
-        wanted: images/s that the model computes, where that is predicted.
-    """
+    """What is known of reading by so many ranks, for a model that takes `wanted` images/s; None where none is read."""
     if images.photos is None:
         return None
     seconds = measure_reading(images.photos, recipe, images.size, images.channels)

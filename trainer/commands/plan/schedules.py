@@ -48,12 +48,8 @@ class Cut:
 
 
 def cut(fake: FakeModel, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
-    """Cut the recipe's model as it says, or where the slowest stage is fastest. Raises RecipeError.
-
-    Args:
-        microbatches: instead of the recipe's number.
-        costs: of each block, where they were measured; without, its FLOPs.
-    """
+    """Cut the recipe's model as it says, or where the slowest stage is fastest, by `costs` of each block or its FLOPs.
+    Raises RecipeError."""
     if microbatches is None:
         microbatches = default_microbatches(layout)
     rows = -(-layout.rows // microbatches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +21,11 @@ from trainer.commands.predict.trained_model import Trained, from_checkpoint, pub
 from trainer.commands.predict.watching import Watch
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
-from trainer.errors import FolderInUseError, Interrupted, PredictionError, Preempted, RecipeError, TrainerError
+from trainer.errors import FolderInUseError, PredictionError, RecipeError
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
+from trainer.processes.interrupts import what_is_done_is_kept
 from trainer.processes.rank import Place, place
 from trainer.processes.resources import cores, cuda_for
 from trainer.processes.terminal import say
@@ -100,10 +100,10 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
     if written.done:
         inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
     watch = Watch(folder, inputs.count, recipe.logging, devices, rank.is_main, written.done)
-    begun = time.perf_counter()
-    _label_on(devices, _decoders(devices, rank), trained, inputs, written, watch)
-    probabilities = trained.task.reads != "values"
-    sum_up(world, folder, final, written, settings, time.perf_counter() - begun, probabilities)
+    begun, probabilities = time.perf_counter(), trained.task.reads != "values"
+    with what_is_done_is_kept(f"the same words with output={folder} continue from here"):
+        _label_on(devices, _decoders(devices, rank), trained, inputs, written, watch)
+        sum_up(world, folder, final, written, settings, time.perf_counter() - begun, probabilities)
 
 
 def _settings(trained: Trained, inputs: Inputs, rank: Place) -> dict[str, Any]:
@@ -138,9 +138,8 @@ def _decoders(devices: Sequence[str], rank: Place) -> int:
 def _label_on(
     devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
 ) -> None:
-    """Start the workers, and label with them until all is done or a signal comes. Raises Interrupted, Preempted."""
+    """Start the workers, and label with them until all is done."""
     recipe = trained.recipe
-    signal.signal(signal.SIGTERM, _terminated)
     try:
         with DevicePool(
             devices,
@@ -151,11 +150,6 @@ def _label_on(
             on_error="skip",
         ) as pool:
             label(pool, inputs, written, watch)
-    except (KeyboardInterrupt, Preempted) as stop:
-        kind: type[TrainerError] = Preempted if isinstance(stop, Preempted) else Interrupted
-        name = "SIGTERM" if kind is Preempted else "Ctrl-C"
-        again = f"the same words with output={written.path.parent} continue from here"
-        raise kind(f"stopped by {name}; {again}") from None
     finally:
         written.close()
         watch.close()
@@ -174,10 +168,6 @@ def _report_failures(counts: Mapping[str, int], final: Path) -> None:
         raise PredictionError(
             f"{counts['failed']} of {counts['images']} images have no prediction; the error column of {final} says why"
         )
-
-
-def _terminated(*_: object) -> None:
-    raise Preempted("SIGTERM")
 
 
 def _inputs(trained: Trained, rank: Place) -> Inputs:

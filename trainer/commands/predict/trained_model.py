@@ -68,14 +68,10 @@ class Trained:
 
 
 def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None) -> Trained:
-    """A run's last weights, or a checkpoint's, with the preparation that they were evaluated with. Raises
-    CheckpointError, RecipeError.
+    """The weights of a run or a checkpoint, with the preparation that they were evaluated with.
 
-    Args:
-        path: of the run or the weights.
-        words: `key=value` on top of the run's recipe.
-        photos: to be labelled, beside those that data.root= names.
-        split: whether a part of the run's data set is to be labelled; None: as the words say.
+    `photos` are to be labelled beside those of data.root=, or a `split` of the run's data set; None: as the words say.
+    Raises CheckpointError, RecipeError.
     """
     weights, facts = read_weights(path)
     recipe, photos = _with_photos(recipe_of(path, facts, tuple(words)), words, photos)

@@ -113,11 +113,8 @@ def _table(runs: Sequence[RunSummary], home: Path) -> list[str]:
 
 
 def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
-    """Remove runs once the user agrees; what no run wrote stays, with a line that says so. Raises RecipeError,
-    FolderInUseError, SetupError.
-
-    Args:
-        yes: `true` where the user has agreed already.
+    """Remove runs once the user agrees, or has agreed by yes=true; what no run wrote stays, with a line that says so.
+    Raises RecipeError, FolderInUseError, SetupError.
     """
     if yes not in (None, "true", "false"):
         raise RecipeError(f"yes={yes} must be true or false")

@@ -99,12 +99,7 @@ def tabulate(
     repeats: int,
     metric: Metric,
 ) -> list[TrialFigures]:
-    """The rows, best first, then those that ended early, are not done, or failed.
-
-    Args:
-        outcomes: by the trials' numbers, then by seed.
-        folders: of each trial's runs.
-    """
+    """The rows, best first, then those that ended early, are not done, or failed; `outcomes` are by trial and seed."""
     rows = [_row(trial, outcomes.get(trial.number, {}), folders.get(trial.number, ()), repeats) for trial in trials]
     sign = -1 if metric.larger_is_better else 1
     rows.sort(key=lambda row: (ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial))

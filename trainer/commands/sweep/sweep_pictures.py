@@ -101,6 +101,8 @@ def _panels(report: SweepReport, rows: Sequence[TrialFigures], dimensions: Seque
 
 def _heat_map(report: SweepReport, dimensions: Sequence[Dimension]) -> Any:
     """A cell a combination, with its figure; one that failed says so."""
+    from matplotlib.patches import Rectangle
+
     down, across = dimensions
     cells = {(row.values[down.key], row.values[across.key]): row for row in report.trials}
     scale, label = _scale(report)
@@ -113,7 +115,8 @@ def _heat_map(report: SweepReport, dimensions: Sequence[Dimension]) -> Any:
             row = cells.get((first, second))
             _write_cell(axes, image, x, y, row, scale)
             if report.done and row is report.done[0]:
-                axes.add_patch(_frame(x, y))
+                frame = Rectangle((x - 0.47, y - 0.46), 0.94, 0.92, fill=False, edgecolor=BEST, linewidth=3)
+                axes.add_patch(frame)
     axes.set_xticks(range(len(across.ends())), across.ends())
     axes.set_yticks(range(len(down.ends())), down.ends())
     axes.tick_params(length=0)
@@ -143,12 +146,6 @@ def _write_cell(axes: Any, image: Any, x: int, y: int, row: TrialFigures | None,
     red, green, blue, _ = image.cmap(image.norm(value))
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
     axes.text(x, y, text, ha="center", va="center", color="black" if light else "white", fontsize=9)
-
-
-def _frame(x: int, y: int) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.47, y - 0.46), 0.94, 0.92, fill=False, edgecolor=BEST, linewidth=3)
 
 
 def _scattered(report: SweepReport, rows: Sequence[TrialFigures], dimensions: Sequence[Dimension]) -> Any:

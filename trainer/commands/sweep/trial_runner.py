@@ -43,12 +43,7 @@ class _TrialProcess:
 
 
 class TrialRunner:
-    """Runs what a source gives, at all places.
-
-    Args:
-        metric: of the task, by its name in result.json.
-        watched: whether epochs are shown to the source.
-    """
+    """Runs what a source gives, at all places; if `watched`, the source is shown the metric of each epoch."""
 
     def __init__(self, folder: Path, space: SearchSpace, places: Places, metric: str, watched: bool) -> None:
         self.folder, self.space, self.places, self.metric, self.watched = folder, space, places, metric, watched

@@ -198,13 +198,9 @@ def block_path(home: str, key: bytes) -> str:
 def measure_reading(
     folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS
 ) -> Reading | None:
-    """Of some photos, in this process as in a loader worker; None where none of them can be read.
+    """Of some photos, in this process as in a loader worker, within about so many seconds; None: none can be read.
 
     A photo that was read before may come from the page cache, as it does in training.
-
-    Args:
-        size, channels: of the images that the model gets.
-        seconds: to spend, about.
     """
     index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
     rows: list[tuple[float, float, float, float] | None] = []

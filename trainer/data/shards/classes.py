@@ -36,11 +36,9 @@ class Classes(NamedTuple):
 
 
 def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array) -> Classes:
-    """The classes of all samples of the shards, one shard behind the other. Raises SetupError.
+    """The classes of all samples of the shards, one shard behind the other; those in no part do not count.
 
-    Args:
-        root: where a list of names may lie.
-        train, held_out: (samples,) bool; samples in neither do not count.
+    A list of names may lie in `root`. Raises SetupError.
     """
     texts, codes = _merged([index.contents.texts for index in indexes], [index.labels for index in indexes])
     if not (codes >= 0).any():

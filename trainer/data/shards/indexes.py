@@ -163,10 +163,7 @@ class ShardIndex:
 def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) -> ShardIndex:
     """A shard's index, from its file, else made anew and written where that is possible.
 
-    Args:
-        how: what `make` depends on beside the shard.
-
-    Raises whatever `make` raises.
+    `how` is what `make` depends on beside the shard. Raises whatever `make` raises.
     """
     path = path_of(shard)
     real = os.fsdecode(os.path.realpath(shard.path))

@@ -253,7 +253,7 @@ def first(recipes: str) -> str:
     examples = pages()["train"].examples
     lines += ["", "  --key=value, --key value and key = value are read as key=value", KEYS, "", "recipes:", recipes, ""]
     lines += ["examples:", *(f"  {line}" for line in (*examples[:2], examples[-1]))]
-    return _called("\n".join(lines)) + "\n"
+    return as_typed("\n".join(lines)) + "\n"
 
 
 def command_page(command: str) -> str:
@@ -263,15 +263,9 @@ def command_page(command: str) -> str:
     width = max((len(word) for word in about.words), default=0)
     lines += ["", *(f"  {word:<{width}}  {text}" for word, text in about.words.items())] if about.words else []
     lines += ["", "examples:", *(f"  {line}" for line in about.examples)]
-    return _called("\n".join(lines)) + "\n"
+    return as_typed("\n".join(lines)) + "\n"
 
 
 def version_line() -> str:
     """Versions, without importing torch."""
     return f"trainer {VERSION}, torch {installed('torch')}, Python {platform.python_version()}"
-
-
-def _called(text: str) -> str:
-    """A page with the program's name as it was typed."""
-    lines = text.split("\n")
-    return "\n".join(line if "torchrun" in line else line.replace("python -m trainer", program()) for line in lines)

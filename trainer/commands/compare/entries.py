@@ -126,7 +126,7 @@ def parse_sweep(text: str) -> Sweep:
         key, _, rest = text.partition("=")
     known = {**defaults(), "nproc": 1}
     if not colon or not isinstance(values, list):
-        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest, known)
+        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest)
         raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in {example}")
     if key not in known:
         guess = recipe.nearest(key, known)
@@ -135,24 +135,17 @@ def parse_sweep(text: str) -> Sweep:
         hint = "write modes=[...]" if key == "mode" else "every run has a folder of its own"
         raise RecipeError(f"sweep={key} is not for a sweep: {hint}")
     if not values:
-        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '', known)}")
+        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '')}")
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         raise RecipeError(f"sweep={key} lists {twice} twice: keep one")
     return Sweep(key, values)
 
 
-def _example(key: str, listed: str, defaults: Mapping[str, Any]) -> str:
-    """The word to type: with the values that stand in `listed`, else with two that the key may have."""
+def _example(key: str, listed: str) -> str:
+    """The word to type, with the values that stand in `listed`."""
     values = [word.strip() for word in listed.strip("[]() ").split(",") if word.strip()]
-    usual = defaults[key]
-    if not values and isinstance(usual, bool):
-        values = ["false", "true"]
-    elif not values and isinstance(usual, int):
-        values = [str(usual or 1), str(2 * usual or 2)]
-    elif not values and isinstance(usual, float):
-        values = [f"{usual / 2:g}", f"{usual or 0.1:g}"]
-    return f"sweep={key}:[{','.join(values) or '...'}]"
+    return f"sweep={key}:[{','.join(values) or 'FIRST,SECOND'}]"
 
 
 def _yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:

@@ -26,7 +26,7 @@ from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_files import positive_integer, split_words
-from trainer.recipe.text import nearest, shown
+from trainer.recipe.text import shown
 
 LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
 BOTH = ("nodes", "cpus", "memory", "requeues")
@@ -162,10 +162,7 @@ def seconds(time: str) -> int:
     """Of SLURM's time limit, [D-]H:MM:SS. Raises RecipeError for anything else, such as 90, which are minutes there."""
     parts = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time)
     if parts is None:
-        unit = re.fullmatch(r"(\d{1,4})(m|h|d)\w*", time)
-        hours = int(unit[1]) * {"m": 1 / 60, "h": 1, "d": 24}[unit[2]] if unit else 24
-        example = f"{int(hours)}:{round(hours % 1 * 60):02d}:00"
-        raise RecipeError(f"time={shown(time)} must be hours, minutes and seconds, as in time={example}, or 2-12:00:00")
+        raise RecipeError(f"time={shown(time)} must be hours, minutes and seconds, as in time=24:00:00, or 2-12:00:00")
     days, hours, minutes, rest = (int(part or 0) for part in parts.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
@@ -209,9 +206,7 @@ def _checked(key: str, value: str) -> str:
     elif key == "memory" and not re.fullmatch(_AMOUNT, value):
         raise RecipeError(f"memory={shown(value)} must be a whole number of MiB, GiB or TiB, as in memory=64GiB")
     elif key == "kind" and value not in KINDS:
-        guess = nearest(value.lower(), KINDS)
-        hint = f"; did you mean kind={guess}?" if guess else ""
-        raise RecipeError(f"kind={shown(value)} is not one of {', '.join(KINDS)}{hint}")
+        raise RecipeError(f"kind={shown(value)} is not one of {', '.join(KINDS)}")
     elif key in ("partition", "account", "claim", "image") and not re.fullmatch(r"[\w.,:/@-]+", value):
         raise RecipeError(f"{key}={shown(value)} is not a valid name: use only letters, digits, dots and dashes")
     return value

@@ -19,18 +19,12 @@ FLAGS = ("--help", "-h", "--json", "--go", "--version", "-V")  # ours, as they a
 
 @dataclass(frozen=True)
 class Word:
-    """What was typed, and what it says.
+    """What was typed, and what it says."""
 
-    Attributes:
-        typed: as it was typed, several words joined by spaces.
-        key, value: what it sets; key is empty where it sets nothing.
-        fine: it is accepted as typed; otherwise an error says how it is written.
-    """
-
-    typed: str
-    key: str = ""
+    typed: str  # as it was typed, several words joined by spaces
+    key: str = ""  # what it sets; empty where it sets nothing
     value: str = ""
-    fine: bool = True
+    fine: bool = True  # it is accepted as typed; otherwise an error says how it is written
 
     @property
     def text(self) -> str:

@@ -93,13 +93,9 @@ def size_of(address: bytes) -> int:
 
 
 class EncodedPhotos(ABC):
-    """The images of one split. All names are one block of bytes: cheap to hold and to send to workers.
+    """The images of one split. All names are one block of bytes: cheap to hold and to send to workers."""
 
-    Attributes:
-        pixel_range: the recipe's data.pixel_range.
-    """
-
-    pixel_range: Range | None = None
+    pixel_range: Range | None = None  # the recipe's data.pixel_range
 
     def __init__(self, root: Path, names: Iterable[str], labels: npt.NDArray[Any]) -> None:
         """`names` are paths below `root`, `labels` (names, ...) their targets."""

@@ -24,26 +24,16 @@ OWN_WORDS = ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output",
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the comparison.
+    """One row of the comparison."""
 
-    Attributes:
-        name: how the table calls it: the mode, its words, the sweep's value.
-        words: the recipe's words and nproc=, complete but for what differs from run to run.
-        recipe: what they resolve to.
-        value: of the swept key; null where there is no sweep, or this mode does not look at the key.
-        series: the name without the value: the points of one curve share it.
-        ranks, threads: processes, and threads in each.
-        problem: why it cannot run here, as (line, exit code).
-    """
-
-    name: str
-    words: tuple[str, ...]
-    recipe: Recipe
-    value: Any = None
-    series: str = ""
-    ranks: int = 1
-    threads: int = 1
-    problem: tuple[str, int] | None = None
+    name: str  # how the table calls it: the mode, its words, the sweep's value
+    words: tuple[str, ...]  # the recipe's words and nproc=, complete but for what differs from run to run
+    recipe: Recipe  # what they resolve to
+    value: Any = None  # of the swept key; null where there is no sweep, or this mode does not look at the key
+    series: str = ""  # the name without the value: the points of one curve share it
+    ranks: int = 1  # processes
+    threads: int = 1  # in each
+    problem: tuple[str, int] | None = None  # why it cannot run here, as (line, exit code)
 
     @property
     def mode(self) -> str:

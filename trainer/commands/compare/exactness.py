@@ -25,18 +25,12 @@ SAME_MATHS = {"channels_last", "compile", "accumulate", "sync_bn", "deterministi
 
 @dataclass(frozen=True)
 class Exactness:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        verdict: "reference", "exact", "differs" (as it may, for the reason in text), "disagrees", "other maths",
-            "not compared".
-        text: the table's words.
-        deviation: the largest relative difference of a loss, where losses were compared.
-    """
-
+    # "reference", "exact", "differs" (as it may, for the reason in text), "disagrees", "other maths", "not compared"
     verdict: str
-    text: str
-    deviation: float | None = None
+    text: str  # the table's words
+    deviation: float | None = None  # the largest relative difference of a loss, where losses were compared
 
 
 def exactness_of(

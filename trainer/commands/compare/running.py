@@ -36,20 +36,15 @@ LINGER = 25.0  # seconds that an interrupted run may take to leave
 
 @dataclass
 class Repeats:
-    """What the runs of one entry left.
+    """What the runs of one entry left."""
 
-    Attributes:
-        results: result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed.
-        speeds: images/s of each timed repeat.
-        losses: of the check, one a step.
-        rounded: as losses, of the same mathematics with its sums in another order; empty where that was not run.
-        error: (line, exit code) of the run that failed, after which the entry was left alone.
-    """
-
+    # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    speeds: dict[int, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
+    speeds: dict[int, float] = field(default_factory=dict)  # images/s of each timed repeat
+    losses: list[float] = field(default_factory=list)  # of the check, one a step
+    # as losses, of the same mathematics with its sums in another order; empty where that was not run
     rounded: list[float] = field(default_factory=list)
+    # (line, exit code) of the run that failed, after which the entry was left alone
     error: tuple[str, int] | None = None
 
 

@@ -24,23 +24,17 @@ Runs = Mapping[int, float]  # a speed for each repeat that ended well
 
 @dataclass(frozen=True)
 class Difference:
-    """What repeats say of the speed of `first` relative to `second`.
-
-    Attributes:
-        ratio: geometric mean of the paired ratios, without the extreme ones where the trimmed test is the clearer.
-        low, high: its confidence interval at the level that this pair was held against, null for fewer than two pairs.
-        p: probability of such repeats were the true ratio within the margin, for this pair alone.
-        verdict: "faster" or "slower" where it is shown, else null.
-    """
+    """What repeats say of the speed of `first` relative to `second`."""
 
     first: str
     second: str
     pairs: int
-    ratio: float
+    ratio: float  # geometric mean of the paired ratios, without the extreme ones where the trimmed test is the clearer
+    # its confidence interval at the level that this pair was held against, null for fewer than two pairs
     low: float | None
     high: float | None
-    p: float
-    verdict: str | None
+    p: float  # probability of such repeats were the true ratio within the margin, for this pair alone
+    verdict: str | None  # "faster" or "slower" where it is shown, else null
 
 
 def differences(

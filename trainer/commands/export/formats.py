@@ -44,21 +44,15 @@ ONE_FILE = 1.9e9  # bytes that protobuf can hold, and some room: an ONNX file wi
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A trained model, in evaluation on the CPU.
-
-    Attributes:
-        inputs: of one sample, without the batch dimension.
-        facts: to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are.
-        tensors: the weights as they were saved.
-        metadata: of their file.
-    """
+    """A trained model, in evaluation on the CPU."""
 
     recipe: Recipe
     model: nn.Module
-    inputs: TensorSpec
+    inputs: TensorSpec  # of one sample, without the batch dimension
+    # to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are
     facts: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor]  # the weights as they were saved
+    metadata: Mapping[str, str]  # of their file
 
     def texts(self) -> dict[str, str]:
         """The facts for files that hold nothing but texts: what is none is written as JSON."""

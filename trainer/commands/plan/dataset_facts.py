@@ -33,25 +33,17 @@ IMAGENET = (1000, 3, 224)
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A data set's size and shape.
+    """A data set's size and shape."""
 
-    Attributes:
-        train, val: numbers of images; None where the folder is on another machine.
-        classes: of the data, or of the recipe's model where that says so; or a regression's values.
-        note: how it is known.
-        targets: of a sample.
-        plain: of a sample's inputs where they are no images.
-        photos: to train on, where they are files of this machine that are read as they are needed.
-    """
-
-    train: int | None
-    val: int | None
-    classes: int
+    train: int | None  # images; None where the folder is on another machine
+    val: int | None  # as `train`
+    classes: int  # of the data, or of the recipe's model where that says so; or a regression's values
     channels: int
     size: int
-    note: str
-    targets: TensorSpec = CLASS
-    plain: TensorSpec | None = None
+    note: str  # how it is known
+    targets: TensorSpec = CLASS  # of a sample
+    plain: TensorSpec | None = None  # of a sample's inputs where they are no images
+    # to train on, where they are files of this machine that are read as they are needed
     photos: EncodedPhotos | None = None
 
     def example(self, rows: int) -> Example:

@@ -27,49 +27,31 @@ SAME = ("model.name", "precision", "channels_last", "compile")  # what a speed d
 
 @dataclass(frozen=True)
 class StagesOfRun:
-    """How the run that was measured was cut.
+    """How the run that was measured was cut."""
 
-    Attributes:
-        cuts: names after which the model was cut.
-        split_size: images of a micro-batch.
-        seconds: of each stage in a step.
-        recompute: whether they hold activations computed twice.
-    """
-
-    cuts: list[str]
+    cuts: list[str]  # names after which the model was cut
     microbatches: int
-    split_size: int
-    seconds: list[float]
-    recompute: bool
+    split_size: int  # images of a micro-batch
+    seconds: list[float]  # of each stage in a step
+    recompute: bool  # whether they hold activations computed twice
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Speeds of one device.
+    """Speeds of one device."""
 
-    Attributes:
-        image: seconds of an image's forward and backward pass.
-        rows: images of a pass in which that was measured.
-        optimizer: seconds of the optimizer's part of a step, of the whole model.
-        other: seconds of a step that are neither: waiting for images, logging.
-        blocks: seconds of each block between neighbouring cuts, by the images of a micro-batch.
-        bandwidth: bytes a second between two devices; None where it was not measured.
-        latency: seconds before the first byte.
-        exposed: seconds of communication in a step that nothing hid, and the ranks it was among.
-        stages: of the run that was measured, where it had some.
-        assumptions: for people.
-    """
-
-    image: float
-    rows: int
-    optimizer: float = 0.0
-    other: float = 0.0
+    image: float  # seconds of an image's forward and backward pass
+    rows: int  # images of a pass in which that was measured
+    optimizer: float = 0.0  # seconds of the optimizer's part of a step, of the whole model
+    other: float = 0.0  # seconds of a step that are neither: waiting for images, logging
+    # seconds of each block between neighbouring cuts, by the images of a micro-batch
     blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
-    bandwidth: float | None = None
-    latency: float = 0.0
+    bandwidth: float | None = None  # bytes a second between two devices; None where it was not measured
+    latency: float = 0.0  # seconds before the first byte
+    # seconds of communication in a step that nothing hid, and the ranks it was among
     exposed: tuple[float, int] | None = None
-    stages: StagesOfRun | None = None
-    assumptions: tuple[str, ...] = ()
+    stages: StagesOfRun | None = None  # of the run that was measured, where it had some
+    assumptions: tuple[str, ...] = ()  # for people
 
 
 def from_run(name: str, recipe: Recipe, images: DatasetFacts) -> Timings:

@@ -14,16 +14,11 @@ from trainer.recipe import TRAITS, Recipe, checks
 
 @dataclass(frozen=True)
 class Layout:
-    """A recipe on its processes and devices.
+    """A recipe on its processes and devices."""
 
-    Attributes:
-        recipe: its mode is the planned one.
-        processes: ranks in all.
-        devices: that compute, in the order of ranks or of stages; cuda:0#1 is the second of several on one card.
-    """
-
-    recipe: Recipe
-    processes: int
+    recipe: Recipe  # its mode is the planned one
+    processes: int  # ranks in all
+    # that compute, in the order of ranks or of stages; cuda:0#1 is the second of several on one card
     devices: tuple[str, ...]
 
     @property

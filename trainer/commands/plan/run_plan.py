@@ -63,12 +63,7 @@ class RateFigures:
 
 @dataclass(frozen=True)
 class Device:
-    """Bytes on one device.
-
-    Attributes:
-        activations: most at once in a step beyond weights, gradients and images.
-        peak: most at once in all. Less than the sum where gradients take the place of activations.
-    """
+    """Bytes on one device."""
 
     device: str
     parameters: int
@@ -77,8 +72,8 @@ class Device:
     ema: int
     buffers: int
     images: int
-    activations: int
-    peak: int
+    activations: int  # most at once in a step beyond weights, gradients and images
+    peak: int  # most at once in all. Less than the sum where gradients take the place of activations
 
 
 @dataclass(frozen=True)

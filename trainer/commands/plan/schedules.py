@@ -21,25 +21,15 @@ MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: it
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in stages.
+    """A model in stages."""
 
-    Attributes:
-        names: of the cuts.
-        microbatches: into which a shard's batch goes.
-        rows: images of one, of the largest where they differ.
-        holders: which worker holds each stage.
-        stages: each stage's pass of a micro-batch.
-        ideal: bubble of equal stages.
-        balanced_by: what made the cuts: recipe, flops or seconds.
-    """
-
-    names: tuple[str, ...]
-    microbatches: int
-    rows: int
-    holders: tuple[int, ...]
-    stages: tuple[StagePass, ...]
-    ideal: float
-    balanced_by: str
+    names: tuple[str, ...]  # of the cuts
+    microbatches: int  # into which a shard's batch goes
+    rows: int  # images of one, of the largest where they differ
+    holders: tuple[int, ...]  # which worker holds each stage
+    stages: tuple[StagePass, ...]  # each stage's pass of a micro-batch
+    ideal: float  # bubble of equal stages
+    balanced_by: str  # what made the cuts: recipe, flops or seconds
 
     def of_workers(self, values: Sequence[int]) -> list[int]:
         """Sums of the stages' values, worker by worker."""

@@ -57,18 +57,14 @@ class Classified(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparation:
-    """From a decoded image to a model's input, as in evaluation: resize, crop, normalise.
-
-    Attributes:
-        shorter_side: pixels that it is brought to before image_size x image_size of them are cut out.
-        published: torchvision's own transforms, for weights that it publishes; None for weights of ours.
-    """
+    """From a decoded image to a model's input, as in evaluation: resize, crop, normalise."""
 
     image_size: int
-    shorter_side: int
+    shorter_side: int  # pixels that it is brought to before image_size x image_size of them are cut out
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    # torchvision's own transforms, for weights that it publishes; None for weights of ours
     published: Callable[[Tensor], Tensor] | None = None
 
     @classmethod

@@ -40,24 +40,15 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A stream of images.
+    """A stream of images."""
 
-    Attributes:
-        name: in words.
-        count: images, where that is known before they come.
-        total: of all ranks.
-        source: what payloads that are indices point into.
-        ignored: other files among them, in words.
-        doubt: a warning about the range of their pixels.
-    """
-
-    name: str
-    count: int | None
+    name: str  # in words
+    count: int | None  # images, where that is known before they come
     items: Iterator[Item]
-    source: PhotoSource | None = None
-    total: int | None = None
-    ignored: str = ""
-    doubt: str = ""
+    source: PhotoSource | None = None  # what payloads that are indices point into
+    total: int | None = None  # of all ranks
+    ignored: str = ""  # other files among them, in words
+    doubt: str = ""  # a warning about the range of their pixels
 
 
 def image_files(

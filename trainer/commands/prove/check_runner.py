@@ -27,22 +27,15 @@ AGAIN = "type the same again"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check answers.
+    """What one check answers."""
 
-    Attributes:
-        status: "right" and "wrong" of what was checked, "measured" of a figure without a bound, "not here" of what
-            this machine or this torch cannot do, "left out" for want of time.
-        line: for people.
-        todo: what to type where something is wrong.
-        figures: for scripts, as `proof.json` has them.
-        seconds: that the check took.
-    """
-
+    # "right" and "wrong" of what was checked, "measured" of a figure without a bound, "not here" of what this machine
+    # or this torch cannot do, "left out" for want of time
     status: Literal["right", "wrong", "measured", "not here", "left out"]
-    line: str
-    todo: str = ""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = field(default=0.0, compare=False)
+    line: str  # for people
+    todo: str = ""  # what to type where something is wrong
+    figures: Mapping[str, Any] = field(default_factory=dict)  # for scripts, as `proof.json` has them
+    seconds: float = field(default=0.0, compare=False)  # that the check took
 
 
 def right(line: str, **figures: Any) -> Outcome:
@@ -59,39 +52,24 @@ def measured(line: str, **figures: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """One check."""
 
-    Attributes:
-        name: by which its outcome is kept.
-        title: for people.
-        seconds: that it takes, about, on a machine that nothing else uses.
-        run: does it.
-        priority: when time is short: 0 before 1 before 2.
-    """
-
-    name: str
+    name: str  # by which its outcome is kept
     part: Literal["right", "fast"]
-    title: str
-    seconds: float
-    run: Callable[[CheckRunner], Outcome]
-    priority: int = 0
+    title: str  # for people
+    seconds: float  # that it takes, about, on a machine that nothing else uses
+    run: Callable[[CheckRunner], Outcome]  # does it
+    priority: int = 0  # when time is short: 0 before 1 before 2
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What is checked: GPUs, or processes on the CPU in their place.
+    """What is checked: GPUs, or processes on the CPU in their place."""
 
-    Attributes:
-        names: as recipes write them, one each.
-        kind: "cuda" or "cpu".
-        models: what the GPUs are called; of the CPU its name.
-        threads: of each CPU process; None on GPUs.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    models: tuple[str, ...]
-    threads: int | None = None
+    names: tuple[str, ...]  # as recipes write them, one each
+    kind: str  # "cuda" or "cpu"
+    models: tuple[str, ...]  # what the GPUs are called; of the CPU its name
+    threads: int | None = None  # of each CPU process; None on GPUs
 
     @property
     def count(self) -> int:

@@ -30,29 +30,17 @@ LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # files with the 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A folder at a glance.
+    """A folder at a glance."""
 
-    Attributes:
-        path: as the user knows it.
-        kind: `run`, or what else it is.
-        note: what is wrong with it, or what it is instead of a run; empty for a sound run.
-        status: None where it is no run.
-        changed: when it was last written, in seconds since 1970.
-        size: bytes; None where they were not asked for.
-        more: whether there are more bytes than were counted.
-        result: what result.json holds; empty where it cannot be used.
-        recipe: what recipe.yaml holds, as plain values and unchecked.
-    """
-
-    path: Path
-    kind: Literal["run", "other"]
-    note: str = ""
-    status: Status | None = None
-    changed: float | None = None
-    size: int | None = None
-    more: bool = False
-    result: Mapping[str, Any] = field(default_factory=dict)
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    path: Path  # as the user knows it
+    kind: Literal["run", "other"]  # `run`, or what else it is
+    note: str = ""  # what is wrong with it, or what it is instead of a run; empty for a sound run
+    status: Status | None = None  # None where it is no run
+    changed: float | None = None  # when it was last written, in seconds since 1970
+    size: int | None = None  # bytes; None where they were not asked for
+    more: bool = False  # whether there are more bytes than were counted
+    result: Mapping[str, Any] = field(default_factory=dict)  # what result.json holds; empty where it cannot be used
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what recipe.yaml holds, as plain values and unchecked
 
     @property
     def mode(self) -> str | None:

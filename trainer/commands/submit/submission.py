@@ -52,29 +52,19 @@ _AMOUNT = r"(\d+)(MiB|GiB|TiB)"
 
 @dataclass(frozen=True)
 class Submission:
-    """What is submitted.
+    """What is submitted."""
 
-    Attributes:
-        recipe: of the first of all runs.
-        words: of the recipe, without those that vary, and without `nproc=`, `output=` and `resume=`.
-        variants: of a job array: the word of each run; a single empty one otherwise.
-        output: the folder of the run, or of all of them.
-        nodes, nproc, gpus, cpus: machines; of each: processes, GPUs, cores.
-        options: the cluster's own words, as typed.
-        program: what starts this program in the shell from which this was typed.
-    """
-
-    recipe: Recipe
-    words: tuple[str, ...]
-    variants: tuple[str, ...]
-    output: str
-    nodes: int
-    nproc: int
-    gpus: int
-    cpus: int
+    recipe: Recipe  # of the first of all runs
+    words: tuple[str, ...]  # of the recipe, without those that vary, and without `nproc=`, `output=` and `resume=`
+    variants: tuple[str, ...]  # of a job array: the word of each run; a single empty one otherwise
+    output: str  # the folder of the run, or of all of them
+    nodes: int  # machines
+    nproc: int  # processes of each
+    gpus: int  # of each
+    cpus: int  # cores of each
     requeues: int
-    options: Mapping[str, str]
-    program: str
+    options: Mapping[str, str]  # the cluster's own words, as typed
+    program: str  # what starts this program in the shell from which this was typed
     typed: str
 
     @property

@@ -36,31 +36,21 @@ class Metric:
 
 @dataclass(frozen=True)
 class TrialFigures:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        trial: its number, in the order in which trials ran.
-        value, std: mean and standard deviation of the metric over the runs; of each its best epoch.
-        runs: the metric by seed.
-        epochs: that were trained in all runs together.
-        seconds: of training, of all runs together.
-        compared: with the best: "worse", or that no difference is shown; null for the best and where nothing can be
-            said.
-        folders: of the runs.
-    """
-
-    trial: int
+    trial: int  # its number, in the order in which trials ran
     values: dict[str, str]
     status: Status
-    value: float | None
-    std: float | None
-    runs: dict[int, float]
-    epochs: int
-    seconds: float
+    value: float | None  # mean of the metric over the runs; of each its best epoch
+    std: float | None  # standard deviation
+    runs: dict[int, float]  # the metric by seed
+    epochs: int  # that were trained in all runs together
+    seconds: float  # of training, of all runs together
+    # with the best: "worse", or that no difference is shown; null for the best and where nothing can be said
     compared: str | None
     error: str | None
     exit_code: int
-    folders: list[str]
+    folders: list[str]  # of the runs
 
 
 @dataclass(frozen=True)

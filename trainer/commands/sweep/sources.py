@@ -28,24 +28,15 @@ class TrialRun:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        value: of the metric in its best epoch; None where there is none.
-        epochs: that were evaluated.
-        seconds: of training, over all parts of the run.
-        images: that were held out.
-        error, code: why it failed, and the exit code; None and 0 where it did not.
-        early: whether it was ended early, as worse than others at that epoch.
-    """
-
-    value: float | None
-    epochs: int
-    seconds: float
-    images: int = 0
-    error: str | None = None
-    code: int = 0
-    early: bool = False
+    value: float | None  # of the metric in its best epoch; None where there is none
+    epochs: int  # that were evaluated
+    seconds: float  # of training, over all parts of the run
+    images: int = 0  # that were held out
+    error: str | None = None  # why it failed; None where it did not
+    code: int = 0  # exit code; 0 where it did not fail
+    early: bool = False  # whether it was ended early, as worse than others at that epoch
 
 
 class Combinations:

@@ -32,15 +32,10 @@ FIXED = {  # keys that no sweep varies, and what to type instead
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """One choice of values, in the order in which trials run.
+    """One choice of values, in the order in which trials run."""
 
-    Attributes:
-        number: from 1 on.
-        values: of the swept keys, as one types them.
-    """
-
-    number: int
-    values: Mapping[str, str]
+    number: int  # from 1 on
+    values: Mapping[str, str]  # of the swept keys, as one types them
 
     @property
     def words(self) -> list[str]:
@@ -58,27 +53,17 @@ class SweepTrial:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a sweep was asked for, checked.
+    """What a sweep was asked for, checked."""
 
-    Attributes:
-        source: the recipe's name or file.
-        typed_words: of the recipe, as they were typed.
-        words: those for every trial; with `mode=single` where one device is enough for a trial.
-        dimensions: the keys that vary.
-        trials: how many are sampled; None where lists are tried in every combination.
-        repeats: runs of each trial, with a seed each.
-        base: the recipe of the words, without the keys that vary.
-    """
-
-    source: str
-    typed_words: tuple[str, ...]
-    words: tuple[str, ...]
-    dimensions: tuple[Dimension, ...]
-    trials: int | None
-    repeats: int
+    source: str  # the recipe's name or file
+    typed_words: tuple[str, ...]  # of the recipe, as they were typed
+    words: tuple[str, ...]  # those for every trial; with `mode=single` where one device is enough for a trial
+    dimensions: tuple[Dimension, ...]  # the keys that vary
+    trials: int | None  # how many are sampled; None where lists are tried in every combination
+    repeats: int  # runs of each trial, with a seed each
     nproc: str | None
     plugin: str | None
-    base: Recipe
+    base: Recipe  # the recipe of the words, without the keys that vary
 
     @classmethod
     def of(
@@ -219,20 +204,13 @@ def _on_one_place(recipe: Recipe, nproc: str | None) -> Recipe:
 
 @dataclass(frozen=True)
 class Places:
-    """Where trials run at the same time.
+    """Where trials run at the same time."""
 
-    Attributes:
-        devices: of each place, as recipes write them.
-        ranks, threads: processes of a trial, and threads in each.
-        several: whether the trials' mode can have several processes.
-        workers: processes that read photos, a rank; None where the data is none of that.
-    """
-
-    devices: tuple[tuple[str, ...], ...]
-    ranks: int
-    threads: int
-    several: bool
-    workers: int | None
+    devices: tuple[tuple[str, ...], ...]  # of each place, as recipes write them
+    ranks: int  # processes of a trial
+    threads: int  # in each
+    several: bool  # whether the trials' mode can have several processes
+    workers: int | None  # processes that read photos, a rank; None where the data is none of that
 
     @classmethod
     def of(cls, space: SearchSpace) -> Places:

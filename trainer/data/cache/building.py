@@ -42,16 +42,11 @@ POLL = 0.5  # seconds between two checks of others' blocks
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of building blocks.
+    """The cost of building blocks."""
 
-    Attributes:
-        photos, bytes: to be prepared, and their size in the cache.
-        seconds: for one process.
-    """
-
-    photos: int
-    bytes: int
-    seconds: float
+    photos: int  # to be prepared
+    bytes: int  # their size in the cache
+    seconds: float  # for one process
 
 
 def missing(packing: Packing, home: Path) -> list[int]:

@@ -42,19 +42,13 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A photo as it is stored.
+    """A photo as it is stored."""
 
-    Attributes:
-        height, width: of the original, upright.
-        rows, columns: as stored.
-        data: its bytes: uint8 pixels (rows, columns, channels), or a JPEG.
-    """
-
-    height: int
+    height: int  # of the original, upright
     width: int
-    rows: int
+    rows: int  # as stored
     columns: int
-    data: Bytes
+    data: Bytes  # its bytes: uint8 pixels (rows, columns, channels), or a JPEG
 
 
 def write(file: BufferedRandom, key: bytes, photos: Iterable[Prepared | None], count: int) -> None:

@@ -32,20 +32,13 @@ HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """A cache on this machine.
-
-    Attributes:
-        size: bytes on the disk.
-        photos: their number.
-        used: when a process last opened it, in seconds since 1970.
-        about: the contents of `homes.ABOUT`.
-    """
+    """A cache on this machine."""
 
     path: Path
-    size: int
-    photos: int
-    used: float
-    about: dict[str, Any]
+    size: int  # bytes on the disk
+    photos: int  # their number
+    used: float  # when a process last opened it, in seconds since 1970
+    about: dict[str, Any]  # the contents of `homes.ABOUT`
 
 
 def command(words: Sequence[str]) -> int:

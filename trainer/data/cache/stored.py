@@ -41,19 +41,12 @@ QUALITY = 90  # of the JPEGs
 
 @dataclass(frozen=True)
 class Format:
-    """How photos are stored.
+    """How photos are stored."""
 
-    Attributes:
-        layout: "raw" pixels, or "jpeg".
-        size: pixels of the shorter side; a photo that has fewer stays as it is.
-        channels: 1 or 3.
-        pixel_range: the recipe's data.pixel_range.
-    """
-
-    layout: str
-    size: int
-    channels: int
-    pixel_range: Range | None = None
+    layout: str  # "raw" pixels, or "jpeg"
+    size: int  # pixels of the shorter side; a photo that has fewer stays as it is
+    channels: int  # 1 or 3
+    pixel_range: Range | None = None  # the recipe's data.pixel_range
 
     VERSION = 2  # counts up when the pixels of the same photo change
 
@@ -63,17 +56,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the photos of some folders are in the cache.
+    """Where the photos of some folders are in the cache."""
 
-    Attributes:
-        keys: (blocks, KEY) uint8, their names.
-        paths: of each block, the addresses of its photos.
-        places: of each folder, (photos, 2) int32: block, and row in it.
-    """
-
-    keys: npt.NDArray[np.uint8]
-    paths: Sequence[Sequence[bytes]]
-    places: Sequence[npt.NDArray[np.int32]]
+    keys: npt.NDArray[np.uint8]  # (blocks, KEY) uint8, their names
+    paths: Sequence[Sequence[bytes]]  # of each block, the addresses of its photos
+    places: Sequence[npt.NDArray[np.int32]]  # of each folder, (photos, 2) int32: block, and row in it
 
 
 def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:

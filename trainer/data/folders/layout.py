@@ -30,16 +30,11 @@ HEADER = ("file", "label", "split")
 
 
 class ClassFolders(NamedTuple):
-    """Where class folders are.
-
-    Attributes:
-        held_out: None where a part of the training images is to be held out.
-        beside: folders that belong to neither.
-    """
+    """Where class folders are."""
 
     train: Path
-    held_out: Path | None
-    beside: tuple[str, ...] = ()
+    held_out: Path | None  # None where a part of the training images is to be held out
+    beside: tuple[str, ...] = ()  # folders that belong to neither
 
 
 def layout_of(root: Path, left: LeftOut) -> ClassFolders:
@@ -166,15 +161,11 @@ def _flat(folder: Path, images: Sequence[str]) -> str:
 
 
 class Before(NamedTuple):
-    """The split of an earlier run, for images that are opened again.
+    """The split of an earlier run, for images that are opened again."""
 
-    Attributes:
-        held_out: the names of the images that were held out; None: those that the recipe's seed draws.
-        elsewhere: whether these may be other images, of which then all are held out.
-    """
-
+    # the names of the images that were held out; None: those that the recipe's seed draws
     held_out: frozenset[str] | None = None
-    elsewhere: bool = False
+    elsewhere: bool = False  # whether these may be other images, of which then all are held out
 
 
 NOTHING_BEFORE = Before()

@@ -87,17 +87,11 @@ def _text(path: Path) -> str:
 
 
 class Naming(NamedTuple):
-    """How a table names its images.
+    """How a table names its images."""
 
-    Attributes:
-        column: that names them.
-        path: from a cell to a path below data.root; there may be no such image.
-        note: for the user; empty for paths below data.root in the first column.
-    """
-
-    column: int
-    path: Callable[[str], str]
-    note: str = ""
+    column: int  # that names them
+    path: Callable[[str], str]  # from a cell to a path below data.root; there may be no such image
+    note: str = ""  # for the user; empty for paths below data.root in the first column
 
 
 def plain(cell: str) -> str:

@@ -19,16 +19,12 @@ FINE = 128  # pixels along a side that are decoded at least: a box begins at a w
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, upright.
+    """An image, upright."""
 
-    Attributes:
-        height, width: of the whole image in pixels.
-        decode: from a factor of `FACTORS`, or 1, to the image as (C, h, w) uint8. With factor 1 it has its full size,
-            or the size in which it is stored; with others it may be smaller by no more than that factor.
-    """
-
-    height: int
+    height: int  # of the whole image in pixels
     width: int
+    # from a factor of `FACTORS`, or 1, to the image as (C, h, w) uint8. With factor 1 it has its full size, or the
+    # size in which it is stored; with others it may be smaller by no more than that factor
     decode: Callable[[int], Tensor]
 
     def pixels(self, box: Box, least: int) -> Tensor:

@@ -33,21 +33,13 @@ Unreadable = tuple[str, str]  # what could not be read, and why
 
 
 class Report(NamedTuple):
-    """The result of filling a slot.
+    """The result of filling a slot."""
 
-    Attributes:
-        rows: that are not padding.
-        failures: what could not be read.
-        end: whether the first of them ends training.
-        uncached: photos that the cache lacked.
-        seconds: of reading.
-    """
-
-    rows: int
-    failures: list[Unreadable]
-    end: bool = False
-    uncached: int = 0
-    seconds: float = 0.0
+    rows: int  # that are not padding
+    failures: list[Unreadable]  # what could not be read
+    end: bool = False  # whether the first of them ends training
+    uncached: int = 0  # photos that the cache lacked
+    seconds: float = 0.0  # of reading
 
 
 def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:

@@ -31,19 +31,12 @@ def wanted_of(data: DataRecipe) -> Range | None:
 
 
 class PixelKind(NamedTuple):
-    """The type of an image's pixels; to be looked up before they are loaded.
+    """The type of an image's pixels; to be looked up before they are loaded."""
 
-    Attributes:
-        natural: black and white by the kind of file; None where it does not say.
-        colour: 16 bits a channel, of which Pillow keeps the upper 8.
-        read_as: the real type, where Pillow reads the bytes as another one.
-        inverted: 0 is white.
-    """
-
-    natural: Range | None
-    colour: bool = False
-    read_as: type[np.generic] | None = None
-    inverted: bool = False
+    natural: Range | None  # black and white by the kind of file; None where it does not say
+    colour: bool = False  # 16 bits a channel, of which Pillow keeps the upper 8
+    read_as: type[np.generic] | None = None  # the real type, where Pillow reads the bytes as another one
+    inverted: bool = False  # 0 is white
 
 
 def kind_of(image: Image.Image) -> PixelKind | None:

@@ -25,14 +25,10 @@ DIGITS = 100  # of a number: int() refuses thousands
 
 
 class Classes(NamedTuple):
-    """
-    Attributes:
-        names: of all classes.
-        labels: (samples,) int64, places in `names`; -1 for a sample without a class.
-    """
+    """The classes of the samples of all shards."""
 
-    names: list[str]
-    labels: Array
+    names: list[str]  # of all classes
+    labels: Array  # (samples,) int64, places in `names`; -1 for a sample without a class
 
 
 def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array) -> Classes:

@@ -36,16 +36,11 @@ ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32
 
 
 class ShardFile(NamedTuple):
-    """A file that holds many images.
-
-    Attributes:
-        size: bytes.
-        time: of its last change, in nanoseconds since 1970.
-    """
+    """A file that holds many images."""
 
     path: bytes
-    size: int
-    time: int
+    size: int  # bytes
+    time: int  # of its last change, in nanoseconds since 1970
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> ShardFile:
@@ -94,47 +89,31 @@ def opened(shard: ShardFile) -> OpenShard:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a shard holds beside its images.
+    """What a shard holds beside its images."""
 
-    Attributes:
-        texts: its classes as it writes them.
-        names: the names of all classes, where it has them; `texts` are then their numbers.
-        below: folders within it that hold images.
-        hidden, empty, links: how many files of other programs, images of no bytes, and links.
-        others: how many files that are not images, or cannot be read, by suffix.
-        wrong: samples that are left out, by reason: how many, and the first one's name.
-        broken: why it could not be read to its end; empty where it was.
-        note: for a run's banner.
-    """
-
-    texts: list[str]
-    names: list[str] | None = None
-    below: list[str] = field(default_factory=lambda: [""])
-    hidden: int = 0
-    empty: int = 0
+    texts: list[str]  # its classes as it writes them
+    names: list[str] | None = None  # the names of all classes, where it has them; `texts` are then their numbers
+    below: list[str] = field(default_factory=lambda: [""])  # folders within it that hold images
+    hidden: int = 0  # how many files of other programs
+    empty: int = 0  # how many images of no bytes
     links: int = 0
+    # how many files that are not images, or cannot be read, by suffix
     others: dict[str, int] = field(default_factory=dict)
+    # samples that are left out, by reason: how many, and the first one's name
     wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
-    broken: str = ""
-    note: str = ""
+    broken: str = ""  # why it could not be read to its end; empty where it was
+    note: str = ""  # for a run's banner
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The samples of a shard.
+    """The samples of a shard."""
 
-    Attributes:
-        names, ends: of all samples, concatenated, as bytes; and where each one ends.
-        places: (samples, 2) int64, where a sample's image is, as its kind of shard counts.
-        labels: (samples,) int32, a sample's class as a place in `contents.texts`; -1 for none.
-        folders: (samples,) int32, places in `contents.below`.
-    """
-
-    names: Array
-    ends: Array
-    places: Array
-    labels: Array
-    folders: Array
+    names: Array  # of all samples, concatenated, as bytes
+    ends: Array  # where each name ends
+    places: Array  # (samples, 2) int64, where a sample's image is, as its kind of shard counts
+    labels: Array  # (samples,) int32, a sample's class as a place in `contents.texts`; -1 for none
+    folders: Array  # (samples,) int32, places in `contents.below`
     contents: Contents
 
     def __len__(self) -> int:

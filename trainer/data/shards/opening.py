@@ -34,15 +34,10 @@ KINDS = {".tar": tars, ".parquet": parquet}
 
 
 class ShardSplit(NamedTuple):
-    """What trains and what is held out, by the names of shards or of the folders in them.
+    """What trains and what is held out, by the names of shards or of the folders in them."""
 
-    Attributes:
-        train: None where there is no split: everything is one set.
-        held_out: None where a part of the training images is to be held out.
-    """
-
-    train: str | None = None
-    held_out: str | None = None
+    train: str | None = None  # None where there is no split: everything is one set
+    held_out: str | None = None  # None where a part of the training images is to be held out
 
 
 class ShardPhotos(EncodedPhotos):

@@ -25,16 +25,11 @@ class BrokenError(Exception):
 
 
 class Member(NamedTuple):
-    """A file, folder or link of an archive.
-
-    Attributes:
-        kind: tar's type flag.
-        start, size: of its bytes.
-    """
+    """A file, folder or link of an archive."""
 
     name: str
-    kind: bytes
-    start: int
+    kind: bytes  # tar's type flag
+    start: int  # of its bytes
     size: int
 
     @property

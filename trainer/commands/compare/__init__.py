@@ -1,7 +1,6 @@
 """Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
 
 Each mode runs as a user would start it, in a process of its own.
-Imports: errors, recipe, devices, processes, saving, launch, telemetry, training, planning.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
 from trainer.recipe.recipe_files import positive_integer, split_words
 from trainer.saving.files import write_atomically
-
-__all__ = ["command", "compare"]
 
 
 def command(words: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """`python -m trainer doctor`: what this machine offers to training, and what is wrong with it.
 
 It repairs nothing.
-Imports: errors, recipe, devices, processes, data.
 """
 
 from __future__ import annotations

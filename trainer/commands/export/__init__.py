@@ -1,7 +1,6 @@
 """`python -m trainer export`: a trained model as a file that other programs run, checked against the model itself.
 
 Words are checked before torch is imported.
-Imports: errors, recipe, saving, tasks, data, launch, models, training.
 """
 
 from __future__ import annotations
@@ -91,6 +90,3 @@ def _check_target(target: Path, kind: str) -> None:
     absent = [name for name in ONNX if kind == "onnx" and find_spec(name) is None]
     if absent:
         raise SetupError(f"format=onnx needs {', '.join(absent)}: pip install {' '.join(ONNX)}")
-
-
-__all__ = ["command", "default_target", "export_run", "format_named"]

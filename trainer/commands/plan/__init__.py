@@ -2,7 +2,6 @@
 
 The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is launched, save by
 `measured=here`, which computes for a few seconds. Wrong words are refused before torch is imported.
-Imports: errors, recipe, devices, processes, saving, tasks, data, launch, models, telemetry, caching, modes, training.
 """
 
 from __future__ import annotations
@@ -108,4 +107,3 @@ def _as_dictionary(make: Callable[Arguments, RunPlan]) -> Callable[Arguments, di
 
 
 plan = _as_dictionary(planned)
-__all__ = ["command", "plan", "planned"]

@@ -2,7 +2,6 @@
 
 Right before fast, the most telling first, within the minutes that are given. What is done is kept, and the same words
 go on after a stop. It composes what the rooms below measure, and every run is one of the command line.
-Imports: errors, recipe, devices, processes, saving, data, models, telemetry, launch, training, doctor, comparison.
 """
 
 from __future__ import annotations
@@ -64,6 +63,3 @@ def find_devices(text: str | None) -> Devices:
     import torch
 
     return Devices(tuple(names), "cuda", tuple(torch.cuda.get_device_name(name) for name in names))
-
-
-__all__ = ["command"]

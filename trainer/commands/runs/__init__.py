@@ -1,7 +1,6 @@
 """`python -m trainer runs`: the runs there are, one of them on a page, several side by side, and removing them.
 
 Reads run folders, whoever wrote them and however the run ended; torch is not imported.
-Imports: errors, recipe, processes, saving, telemetry.
 """
 
 from __future__ import annotations
@@ -77,6 +76,3 @@ def _one(names: Sequence[str]) -> RunSummary:
 def _is_word(text: str) -> bool:
     """Whether it is an option or key=value, rather than a folder."""
     return (text.startswith("-") or "=" in text) and not (os.path.exists(text) or os.path.exists(HOME / text))
-
-
-__all__ = ["command"]

@@ -62,6 +62,3 @@ def _hand_over(target: str, text: str, rest: Sequence[str]) -> int:
     if done.returncode:
         raise SetupError(f"{program[0]} refused the file, as it says above; without {GO} it is printed")
     return 0
-
-
-__all__ = ["command"]

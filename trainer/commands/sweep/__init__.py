@@ -43,6 +43,3 @@ def command(words: Sequence[str]) -> int:
     )
     with interrupts.what_is_done_is_kept():
         return sweep(space, options.get("output"))
-
-
-__all__ = ["command"]

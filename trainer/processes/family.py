@@ -7,16 +7,18 @@ that this process starts never outlive it; workers that are forked come from `fo
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import SetupError
+from trainer.errors import PeerError, SetupError
 from trainer.processes.rank import place
 
 # Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
@@ -154,6 +156,26 @@ def started(
                 os.killpg(child.pid, signal.SIGKILL)
             child.kill()
             child.wait()
+
+
+def at_once(
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    output: IO[str] | None = None,
+    seconds: float = math.inf,
+) -> list[int]:
+    """Exit codes of commands that run together; one that fails ends the others. Raises PeerError after `seconds`."""
+    end, beside = time.monotonic() + seconds, None if output is None else subprocess.STDOUT
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(started(command, None, environment, subprocess.DEVNULL, output, beside))
+            for command in commands
+        ]
+        while any(child.poll() is None for child in running) and not any(child.returncode for child in running):
+            if time.monotonic() > end:
+                raise PeerError(f"it did not end within {seconds:.0f} s")
+            time.sleep(0.02)
+    return [child.returncode for child in running]
 
 
 def start_beside(command: Sequence[str], fd: int, blocked: Iterable[int]) -> subprocess.Popen[bytes]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import pickle
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,15 +126,7 @@ def _run(task: _Task) -> list[_Answer]:
         (path / "task").write_bytes(pickle.dumps(task))
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, "-c", f"from {__name__} import main; main()", folder]
-        with ExitStack() as all_end:
-            started = [
-                all_end.enter_context(
-                    family.started([*command, str(rank)], environment=environment, stdin=subprocess.DEVNULL)
-                )
-                for rank in range(task.count)
-            ]
-            while any(child.poll() is None for child in started) and not any(child.poll() for child in started):
-                time.sleep(0.02)
+        family.at_once([[*command, str(rank)] for rank in range(task.count)], environment)
         files = [path / str(rank) for rank in range(task.count)]
         answers: list[_Answer | str] = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
     errors = [answer for answer in answers if isinstance(answer, str)]

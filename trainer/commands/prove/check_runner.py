@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -158,23 +155,12 @@ class CheckRunner:
             write_atomically(folder / name, json.dumps(content) + "\n")
 
     def _execute(self, name: str, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[int]:
-        """Exit codes of commands that run at once; when one fails, the others are killed. Raises PeerError."""
+        """Exit codes of commands that run at once, with their output in the log of `name`. Raises PeerError."""
         with writing(self.folder, AGAIN):
             self.log(name).parent.mkdir(parents=True, exist_ok=True)
             log = self.log(name).open("w", encoding="utf-8")
-        end = time.monotonic() + TIMEOUT
-        with log, ExitStack() as stack:
-            running = [
-                stack.enter_context(
-                    family.started(command, None, environment, subprocess.DEVNULL, log, subprocess.STDOUT)
-                )
-                for command in commands
-            ]
-            while any(child.poll() is None for child in running) and not any(child.returncode for child in running):
-                if time.monotonic() > end:
-                    raise PeerError(f"it did not end within {TIMEOUT:.0f} s")
-                time.sleep(0.02)
-        return [child.returncode for child in running]
+        with log:
+            return family.at_once(commands, environment, log, TIMEOUT)
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name

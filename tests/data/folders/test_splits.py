@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, held_out_of
+from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, part_of
 from trainer.errors import SetupError
 from trainer.processes.rank import job_id
 from trainer.recipe import load
@@ -93,16 +93,16 @@ def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):
     words += ["batch_size=8", "max_steps=1", f"output={run}", *QUIET]
     assert trainer(*words, "model.init_from=nowhere").returncode == 4
     assert "16 training images" in ok(*words, "seed=1").stdout
-    assert held_out_of(run) == names_of(opened(photos, "seed=1").val)
+    assert part_of(run, "val") == names_of(opened(photos, "seed=1").val)
 
 
 def test_a_damaged_list_is_named(tmp_path):
     (tmp_path / "recipe.yaml").touch()
-    assert held_out_of(tmp_path) is None
+    assert part_of(tmp_path, "val") is None
     for damage in (b"file\nx\n", b"\xff\xfe\xff", b"file,label\n1,2\n"):
         (tmp_path / SPLIT_FILE).write_bytes(damage)
         with pytest.raises(SetupError, match=r"split\.csv .*remove"):
-            held_out_of(tmp_path)
+            part_of(tmp_path, "val")
 
 
 def test_a_run_remembers_its_split(tmp_path):

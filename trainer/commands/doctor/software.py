@@ -192,9 +192,11 @@ def resources(report: Findings) -> None:
     report.row(title, "processor", f"{host.processor()}, {os.cpu_count()} cores, {cores()} for this process")
     quota = host.group_setting("cpu", "cpu.max") or host.group_setting("cpu", "cpu.cfs_quota_us")
     if quota and not quota.startswith(("max", "-1")):
-        quota += f" {host.group_setting('cpu', 'cpu.cfs_period_us')}"
-        report.row(title, "cores' quota (cgroup)", _cores_of(quota))
-    report.row(title, "threads", _threads())
+        used, period = map(int, f"{quota} {host.group_setting('cpu', 'cpu.cfs_period_us')}".split()[:2])
+        allowed = f"{used / period:.1f} cores: more threads than that only wait (threads=)"
+        report.row(title, "cores' quota (cgroup)", allowed)
+    threads = getattr(sys.modules.get("torch"), "get_num_threads", cores)()
+    report.row(title, "threads", f"{threads} in one process")
     report.row(title, "memory", f"{host.free_memory() / GIB:.1f} of {host.total_memory() / GIB:.1f} GiB free")
     limit = host.memory_limit()
     if limit is not None:
@@ -256,14 +258,3 @@ def variables(report: Findings) -> None:
 
 def _limit(value: int, unit: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
-
-
-def _threads() -> str:
-    torch = sys.modules.get("torch")
-    count = getattr(torch, "get_num_threads", cores)()
-    return f"{count} in one process"
-
-
-def _cores_of(quota: str) -> str:
-    used, period = map(int, quota.split()[:2])
-    return f"{used / period:.1f} cores: more threads than that only wait (threads=)"

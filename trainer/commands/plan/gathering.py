@@ -53,8 +53,10 @@ class Gathering:
             self.hooks += [
                 unit.module.register_forward_pre_hook(self._of(unit, self._before_forward), prepend=True),
                 unit.module.register_forward_hook(self._of(unit, self._after_forward)),
-                *(_when_there(p, self._of(unit, self._gradient)) for p in unit.trained),
             ]
+            for parameter in unit.trained:
+                hook = self._of(unit, self._gradient)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: Any) -> None:
         for hook in self.hooks:
@@ -124,8 +126,3 @@ class Gathering:
     def _free(self, unit: Unit) -> None:
         self.seen.hold(-unit.size * unit.whole)
         unit.whole = False
-
-
-def _when_there(parameter: nn.Parameter, work: Callable[..., None]) -> Any:
-    """A hook for when a parameter's gradient is whole."""
-    return parameter.register_post_accumulate_grad_hook(work)  # type: ignore[no-untyped-call]

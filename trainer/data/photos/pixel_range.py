@@ -129,10 +129,6 @@ class PixelValues:
         self._high = max(self._high, float(values.max(initial=0)))
 
     @property
-    def _odd(self) -> bool:
-        return self._kind.natural is None or beyond(self._low, self._high, self._kind.natural)
-
-    @property
     def _dark(self) -> bool:
         return self._kind.natural is None or 0 < self._high < self._kind.natural[1] / DARK
 
@@ -142,7 +138,7 @@ class PixelValues:
             return
         natural, some = self._kind.natural, f"those of {self.count} images looked at reach from {self._low:g} to"
         start = f"{self._first}: its pixels are {self._what}, and {some} {self._high:g}"
-        if natural is None or self._odd:
+        if natural is None or beyond(self._low, self._high, natural):
             raise SetupError(f"{start}: {advice(self._low, self._high)}")
         if not self._dark:
             return

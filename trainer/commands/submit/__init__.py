@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from trainer.commands.submit import kubernetes, slurm
-from trainer.commands.submit.dockerfile import DOCKERFILE
 from trainer.commands.submit.submission import Submission, read_submission
 from trainer.errors import RecipeError, SetupError
 from trainer.processes.rank import place
@@ -22,6 +21,21 @@ from trainer.recipe.text import nearest
 GO = "--go"
 WRITERS: dict[str, Callable[[Submission], str]] = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
 TAKERS = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f", "-")}  # they read the file from a pipe
+
+DOCKERFILE = """\
+# An image with this program, built in its folder:
+#   python -m trainer submit dockerfile > Dockerfile
+#   docker build -t REGISTRY/trainer:1 . && docker push REGISTRY/trainer:1
+FROM python:3.12-slim
+COPY pyproject.toml README.md LICENSE /trainer/
+COPY recipes /trainer/recipes
+COPY trainer /trainer/trainer
+# torch from the package index brings CUDA; the host needs only the driver of its GPUs.
+RUN pip install --no-cache-dir '/trainer[timm]' && rm -r /trainer
+ENV PYTHONUNBUFFERED=1
+WORKDIR /work
+ENTRYPOINT ["python", "-m", "trainer"]
+"""
 
 
 def command(words: Sequence[str]) -> int:

@@ -76,6 +76,8 @@ def _taken(word: str, rest: Sequence[str]) -> tuple[Word, int]:
         return _set(f"{word} {following}", word, following[1:]), 1
     if word[0] in DASHES:
         return _option(word, rest)
+    if word[0] == "~" and (name := _name(word)) in defaults():  # as hydra leaves a key out
+        return Word(word, name, "false" if choices().get(name, ())[:2] == ("true", "false") else "none", fine=False), 0
     key, equals, value = word.partition("=")
     if equals and not value and _bare(following) and is_name(_name(key)):
         return _set(f"{word} {following}", key, following), 1

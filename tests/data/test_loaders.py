@@ -134,7 +134,7 @@ def sharded(loading, sets, shards, pieces, *words):
         loader = loading(sets, f"accumulate={pieces}", *words, shard=Shard(index, shards))
         parts.append(epoch(loader, 1))
     steps = len(parts[0]) // pieces
-    rows = [[part[step * pieces + piece] for part in parts for piece in range(pieces)] for step in range(steps)]
+    rows = [[part[step * pieces + piece] for piece in range(pieces) for part in parts] for step in range(steps)]
     return [(torch.cat([x for x, _ in row]), torch.cat([t for _, t in row])) for row in rows]
 
 

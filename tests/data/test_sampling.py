@@ -45,8 +45,9 @@ def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
     assert max(sizes) == most_rows(recipe, count)
     for step in range(3):
         assert all(len(part) == 3 and len(part[step]) == pieces for part in parts)
-        rows = np.concatenate([rows for part in parts for rows in part[step]])
-        assert rows.tolist() == permuted[step * size : (step + 1) * size].tolist()
+        rows = [np.concatenate([part[step][piece] for part in parts]).tolist() for piece in range(pieces)]
+        assert np.concatenate(rows).tolist() == permuted[step * size : (step + 1) * size].tolist()
+        assert {*map(len, rows)} == {size // pieces}, "the same micro-batches for any number of shards"
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,9 @@ class Loader:
     """Reads the batches of a shard.
 
     The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
-    Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size]; shard r of W reads its r-th
-    contiguous part, in `accumulate` contiguous micro-batches (`sampling.shard_spans`). A shard with every sample reads
-    its r-th part of the whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
+    Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size], in `accumulate` contiguous parts, and
+    shard r of W reads the r-th contiguous part of each (`sampling.shard_spans`). A shard with every sample reads its
+    r-th part of the whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.

@@ -86,10 +86,13 @@ def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
 def shard_spans(batch_size: int, index: int, count: int, pieces: int, together: int = 1) -> list[tuple[int, int]]:
     """Which rows of a global batch are each micro-batch of one shard, (start, stop).
 
-    Sizes differ by `together` rows at most, which stay together.
+    The batch is divided into micro-batches first, and each of these into shards: what all shards compute at a time are
+    the same rows for any number of them, as BatchNorm over all ranks sees. Sizes differ by `together` rows at most,
+    which stay together.
     """
-    shard = np.array_split(np.arange(0, batch_size, together), count)[index]
-    return [(int(piece[0]), int(piece[-1]) + together) for piece in np.array_split(shard, pieces)]
+    whole = np.array_split(np.arange(0, batch_size, together), pieces)
+    parts = [np.array_split(piece, count)[index] for piece in whole]
+    return [(int(part[0]), int(part[-1]) + together) for part in parts]
 
 
 def shard_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:

@@ -93,8 +93,8 @@ def ours(steps: int, loader: type[Loader]) -> float:
     marks: list[float] = []
     inner = loop.learning_rate
 
-    def marked(recipe, steps_per_epoch):
-        rate = inner(recipe, steps_per_epoch)
+    def marked(*schedule):
+        rate = inner(*schedule)
 
         def timed(step):
             if step in (steps // 10, steps - 1):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import QUIET, ok, trainer
+from tests.command_line import QUIET, digest, ok, steps, trainer
 from tests.saving.states import make, refuse
 from tests.worlds import on_ranks
 from trainer import load_recipe
 from trainer.errors import PeerError, SetupError
+from trainer.optim.optimization import learning_rate
 from trainer.processes.interrupts import Interrupts
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import commit
@@ -83,3 +85,39 @@ def test_a_checkpoint_that_is_whole_and_no_runs_is_told(lacking, tmp_path):
     done = trainer(*words, "resume=auto")
     assert done.returncode == 4 and "Traceback" not in done.stderr
     assert "model.init_from=" in done.stderr and "output=" in done.stderr
+
+
+GROWING = """
+from pathlib import Path
+import torch
+from trainer import register_dataset
+
+@register_dataset("growing")
+def growing(data):
+    drawn = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (1400, 1, 8, 8), generator=drawn, dtype=torch.uint8)
+    labels, count = torch.randint(10, (1400,), generator=drawn), int(Path("count.txt").read_text())
+    return (images[:count], labels[:count]), (images[1300:], labels[1300:]), 10
+"""
+
+
+def test_a_run_that_goes_on_with_more_images_keeps_its_learning_rate_however_often_it_is_continued(tmp_path):
+    """At the end of the first epoch, of 10 steps, there are images for 20: the schedule goes on at its second epoch."""
+    (tmp_path / "growing.py").write_text(GROWING)
+    words = ["plugin=growing", "data.name=growing", "mode=single", "model.name=mlp", "batch_size=64", "epochs=4"]
+    words += ["max_steps=30", "optimizer.lr=0.05", "save.every_steps=5", "resume=auto", *QUIET]
+    run, once = tmp_path / "run", tmp_path / "once"
+    (tmp_path / "count.txt").write_text("640")
+    trainer(*words, f"output={run}", cwd=tmp_path, env={"TRAINER_FAULT": "kill@0:12"})
+    (tmp_path / "count.txt").write_text("1280")
+    shutil.copytree(run, once)
+    assert "resuming at step 10 of 30" in ok(*words, f"output={once}", cwd=tmp_path).stdout
+    trainer(*words, f"output={run}", cwd=tmp_path, env={"TRAINER_FAULT": "kill@0:28"})  # its 18th step
+    assert "resuming at step 15 of 30" in ok(*words, f"output={run}", cwd=tmp_path).stdout
+    assert [row["step"] for row in steps(run)] == [str(number + 1) for number in range(30)]
+    rates = [float(row["lr"]) for row in steps(run)]
+    rate = learning_rate(load_recipe(None, *words[5:8]), 20, 40)  # as of 40 steps, of which 10 were left out
+    assert rates[10:] == pytest.approx([rate(number + 10) for number in range(10, 30)], rel=1e-6) and rates[-1] < 1e-3
+    for name in ("train_loss", "lr", "epoch"):
+        assert [row[name] for row in steps(run)] == [row[name] for row in steps(once)]
+    assert digest(run / "last.safetensors") == digest(once / "last.safetensors")

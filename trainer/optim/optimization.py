@@ -24,15 +24,17 @@ def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
     return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
 
 
-def learning_rate(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
+def learning_rate(recipe: Recipe, steps_per_epoch: int, total: int | None = None) -> Callable[[int], float]:
     """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers.
+
+    `total`: steps of the schedule, where the recipe alone does not tell.
 
     A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
     a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
     """
     schedule, top = recipe.schedule, recipe.peak_lr
     warmup, factor, low = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor, schedule.min_lr
-    rest = max(1, total_steps(recipe, steps_per_epoch) - warmup)
+    rest = max(1, (total_steps(recipe, steps_per_epoch) if total is None else total) - warmup)
     every = schedule.step_epochs * steps_per_epoch
 
     def cosine(step: int) -> float:

@@ -83,7 +83,7 @@ def loop(run: Run) -> None:
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
     recipe, strategy, groups, history = run.recipe, run.strategy, run.optimizer.param_groups, run.history
-    rate = learning_rate(recipe, run.steps_per_epoch)
+    rate = learning_rate(recipe, run.steps_per_epoch, run.total_steps - run.shift)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
     stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)

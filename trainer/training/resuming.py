@@ -142,12 +142,12 @@ def _take_position(run: Run, state: checkpoint.State) -> None:
     run.position = state.position
     step, epoch, inside = state.position
     before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
-    if before == run.steps_per_epoch:
-        return
-    inside = round(inside / before * run.steps_per_epoch)
-    run.position = checkpoint.Position(step, epoch, inside)
-    run.shift = step - (epoch * run.steps_per_epoch + inside)
-    run.total_steps += run.shift
+    run.shift = state.facts.get("shift", 0)  # of a run that was continued so before
+    if before != run.steps_per_epoch:
+        inside = round(inside / before * run.steps_per_epoch)
+        run.position = checkpoint.Position(step, epoch, inside)
+        run.shift = step - (epoch * run.steps_per_epoch + inside)
+    run.total_steps = run.recipe.epochs * run.steps_per_epoch + run.shift
     if run.recipe.max_steps is not None:
         run.total_steps = min(run.total_steps, run.recipe.max_steps)
 

@@ -203,6 +203,7 @@ def _state(run: Run, parts: Parts) -> State:
         "history": {**asdict(run.history), "seconds": run.seconds()},
         "topology": bound_to(run.recipe, run.world),
         "steps_per_epoch": run.steps_per_epoch,
+        "shift": run.shift,
         "classes": run.datasets.classes,
         "run_id": job_id(),
     }

@@ -8,12 +8,17 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 
 from tests import warm
 from tests.command_line import environment
 from tests.worlds import gathered
+from trainer import Classification
+from trainer.data import open_datasets
 from trainer.models.shapes import built_on_meta, description, without_values
+from trainer.recipe import load
+from trainer.training.initial_model import check_task
 
 
 class Small(nn.Module):
@@ -160,3 +165,30 @@ def test_every_rank_begins_with_the_weights_of_single_and_only_rank_0_builds_the
             assert told["apart"] == [] and told["trains"] and told["outputs"] < 1e-5, (name, told)
         assert (first[name]["shapes"], second[name]["shapes"]) == (False, not reason), name
         assert len(first[name]["said"]) == bool(reason) and all(reason in line for line in first[name]["said"]), name
+
+
+LOSSES = {
+    "each its own": (lambda outputs, targets: cross_entropy(outputs, targets, reduction="none").square().mean(), False),
+    "some ignored": (lambda outputs, targets: cross_entropy(outputs, targets.where(targets > 4, -100)), True),
+    "ignored ones are 0": (
+        lambda outputs, targets: cross_entropy(outputs, targets.where(targets > 4, -100), reduction="none").mean(),
+        False,
+    ),
+    "divided by weights": (lambda outputs, targets: cross_entropy(outputs, targets, torch.arange(1.0, 11)), True),
+    "not of such outputs": (lambda outputs, targets: outputs.log().mean(), False),
+    "of whole batches": (lambda outputs, targets: outputs.view(7, -1).mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_depends_on_how_a_batch_is_divided_is_told(name):
+    loss, told = LOSSES[name]
+    kind = type("Own", (Classification,), {"loss": lambda self, outputs, targets: loss(outputs, targets)})
+    recipe = load("digits", "data.name=synthetic", "data.image_size=8", "data.channels=1")
+    data, said = open_datasets(recipe), []
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    before = torch.get_rng_state()
+    check_task(kind(recipe, data.classes), model, data, said.append)
+    assert bool(said) == told and torch.equal(torch.get_rng_state(), before)
+    assert all("is not the mean of its samples' own losses" in line for line in said)
+    check_task(kind(recipe, data.classes), model, data, None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.data import Datasets, Example, TensorSpec
+from trainer.data.feeds import known_labels
 from trainer.data.photos.decoding import reason
+from trainer.data.photos.photo_reader import private_draws
 from trainer.errors import RecipeError
 from trainer.models.given import Given
 from trainer.models.shapes import built_on_meta, description
@@ -19,6 +24,8 @@ from trainer.recipe import Recipe
 from trainer.saving.checkpoint import State
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
+
+PARTS = (2, 5)  # samples of two parts of a batch, in which a user's loss is tried
 
 
 def initial_model(
@@ -32,6 +39,9 @@ def initial_model(
         CheckpointError: the checkpoint is of another model.
     """
 
+    divided = world.size > 1 or recipe.accumulate > 1 or recipe.traits.micro_batches
+    tell = say if divided and world.is_main else None
+
     def make(starting: bool = state is None) -> nn.Module:
         model = model_of(recipe, task, data, starting)
         if state is not None:
@@ -40,7 +50,7 @@ def initial_model(
 
     def checked() -> nn.Module:
         model = make()
-        check_task(task, model, data)
+        check_task(task, model, data, tell)
         return model
 
     if recipe.traits.exchanges == "shards" and world.size > 1:
@@ -48,7 +58,7 @@ def initial_model(
     model = make()
     if state is None and isinstance(registered_model(recipe.model.name), Given):
         broadcast_weights(model, world)
-    check_task(task, model, data)
+    check_task(task, model, data, tell)
     return model
 
 
@@ -106,8 +116,8 @@ def broadcast_weights(model: nn.Module, world: World) -> None:
         tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
 
 
-def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
-    """Try a user's task on two samples of zeros, before an epoch is spent.
+def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:
+    """Try a user's task on two samples of zeros, before an epoch is spent; `tell` what dividing a batch would change.
 
     Raises:
         RecipeError: it fails, or lacks a metric that it names.
@@ -118,7 +128,8 @@ def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            sums = task.sums(model(two.inputs).float(), two.targets)
+            outputs = model(two.inputs).float()
+            sums = task.sums(outputs, two.targets)
             keys = task.metrics({key: part.double() for key, part in sums.items()}, 2).keys()
     except ArithmeticError:  # figures of nothing
         return
@@ -131,6 +142,32 @@ def check_task(task: Task, model: nn.Module, data: Datasets) -> None:
     absent = set(task.metric_names()) - keys
     if absent:
         raise RecipeError(f"task.name={name}: its metrics are {', '.join(keys)}, without {', '.join(sorted(absent))}")
+    if tell is not None and not _is_a_mean(task, outputs, data):
+        tell(
+            f"WARNING: the loss of task.name={name} is not the mean of its samples' own losses (as with ignore_index, "
+            "or weights that their sum divides). So it is another loss wherever a batch is divided: over ranks, by "
+            "accumulate, into micro-batches. reduction='none' and .mean() would make it such a mean"
+        )
+
+
+def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
+    """Whether the loss of a batch is that of two parts of it, by their samples: for random outputs of this shape, and
+    targets from all over the training set. What cannot be tried is taken for one."""
+    few, count = PARTS[0], sum(PARTS)
+    with suppress(Exception), private_draws(), torch.no_grad():  # a user's task, or data set, may raise anything at all
+        part: Any = data.train
+        targets, some = known_labels(part, skip=False), range(0, len(part), len(part) // count)[:count]
+        if targets is None:
+            targets = torch.stack([torch.as_tensor(part.read(n, data.channels)[1]) for n in some])
+        else:
+            targets = targets[[n % len(targets) for n in some]]
+        made = torch.randn(count, *outputs.shape[1:], generator=torch.Generator().manual_seed(0))
+        whole, first, second = (
+            task.loss(made[rows], targets[rows]).item() for rows in (slice(count), slice(few), slice(few, count))
+        )
+        parts = (few * first + (count - few) * second) / count
+        return not math.isfinite(whole) or math.isclose(whole, parts, rel_tol=1e-3)
+    return True
 
 
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:

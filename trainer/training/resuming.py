@@ -95,8 +95,8 @@ def _restore(run: Run, state: checkpoint.State) -> None:
         if not saved:
             raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
         run.strategy.scatter(saved, run.average.average)
-    tell_changes(run, state)
     _take_position(run, state)
+    tell_changes(run, state)
     history = state.facts["history"]
     # Before there were tasks, the best was a top-1 accuracy by name.
     run.history = _HISTORY.validate_python({**history, "best": history.get("best", history.get("best_top1"))})
@@ -144,7 +144,7 @@ def _take_position(run: Run, state: checkpoint.State) -> None:
     before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
     run.shift = state.facts.get("shift", 0)  # of a run that was continued so before
     if before != run.steps_per_epoch:
-        inside = round(inside / before * run.steps_per_epoch)
+        inside = inside * run.steps_per_epoch // before  # below the epoch's end, unless it was there
         run.position = checkpoint.Position(step, epoch, inside)
         run.shift = step - (epoch * run.steps_per_epoch + inside)
     run.total_steps = run.recipe.epochs * run.steps_per_epoch + run.shift

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
@@ -17,26 +16,30 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.errors import RecipeError
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.recipe_files import (
-    ENDINGS,
     find,
     key_lines,
     label_of,
     parent_of,
     read,
     shipped_recipes,
-    text_of,
     word_of,
     word_value,
 )
 from trainer.recipe.reflection import check_read, defaults, unread
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
-from trainer.recipe.slips import first_slip
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
 
 YOURS = "your words"  # the origin of keys on the command line
 
-
 Source = str | Path | Mapping[str, Any] | Recipe | None
+
+
+class Layer(NamedTuple):
+    """Keys to merge, what messages call their source, and its file, where it is one."""
+
+    label: str
+    tree: Any
+    file: Path | None = None
 
 
 def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
@@ -53,43 +56,21 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
     Raises:
         RecipeError: naming the key, what was found, and the nearest thing that works.
     """
-    try:
-        return _loaded(recipe, words, keywords)
-    except RecipeError:
-        for path in _user_files(recipe) if _unusable(recipe) else ():
-            if path.suffix.lower() not in ENDINGS:
-                continue  # the message quotes its line, and `extends` may name any file of this machine
-            if (slip := first_slip(text_of(path), shipped_recipes())) is not None:
-                raise RecipeError(f"{path}: {slip}") from None
-        raise
-
-
-def _loaded(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> Recipe:
-    """As `load`, but for the line of a file in its message."""
     name, layers = _layers(recipe, words, keywords)
     plain: Mapping[str, Any] = {}
-    for _, tree in layers:
-        plain = _merged(plain, tree)
+    for layer in layers:
+        plain = _merged(plain, layer.tree)
     labels = _origins(layers)
     sources = {key: name if label == YOURS else label for key, label in labels.items()}
     try:
         try:
             loaded = validated(plain, name, sources)
         except RecipeError:
-            loaded = validated(plain, name, {**sources, **_places(recipe, name, labels)})  # again, with the line
+            loaded = validated(plain, name, {**sources, **_places(layers)})  # again, with the line
         check_read(loaded, (key for key, label in labels.items() if label == YOURS))
         return loaded
     except RecipeError as error:
         raise RecipeError(as_keyword(str(error), keywords)) from None
-
-
-def _unusable(recipe: Any) -> bool:
-    """Whether a recipe is wrong by itself, without what is typed with it."""
-    try:
-        _loaded(recipe, (), {})
-    except RecipeError:
-        return True
-    return False
 
 
 def origins(recipe: Source = None, *words: str) -> dict[str, str]:
@@ -97,16 +78,16 @@ def origins(recipe: Source = None, *words: str) -> dict[str, str]:
     return _origins(_layers(recipe, words, {})[1])
 
 
-def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
+def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> tuple[str, list[Layer]]:
     """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
-    name, chain = NAMELESS, list[tuple[str, Any]]()
+    name, chain = NAMELESS, list[Layer]()
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
         name = path.parent.name if path.name == "recipe.yaml" else path.stem
         chain = _extended(label_of(path), read(path), path.resolve())
         if fault := not_utf8(name):
             raise RecipeError(f"recipe={recipe}: {fault}")
-        chain[-1] = (name, chain[-1][1])
+        chain[-1] = Layer(name, chain[-1].tree, path)
     elif isinstance(recipe, Recipe):
         name, recipe = recipe._name, recipe.to_dict()
     elif recipe is not None and not isinstance(recipe, Mapping):
@@ -124,31 +105,7 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
     if EXTENDS in typed:
         parent = shown(typed[EXTENDS])
         raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
-    return name, [*chain, (YOURS, typed)]
-
-
-def _user_files(recipe: Source) -> Iterator[Path]:
-    """The files of a recipe that are not shipped: its own, then what that extends, as far as they can be read."""
-    if not isinstance(recipe, str | Path):
-        return
-    with suppress(RecipeError):
-        path, seen = find(str(recipe)), set[Path]()
-        while path.resolve() not in seen and label_of(path) not in shipped_recipes():
-            yield path
-            seen.add(path.resolve())
-            tree = read(path)
-            if not isinstance(parent := tree.get(EXTENDS), str):
-                return
-            path = parent_of(parent, label_of(path), path.resolve())
-
-
-def _places(recipe: Any, name: str, sources: Mapping[str, str]) -> dict[str, str]:
-    """The file and line of each key that a file of the user's sets last."""
-    places: dict[str, str] = {}
-    for order, path in enumerate(_user_files(recipe)):
-        label, lines = label_of(path) if order else name, key_lines(path)
-        places |= {key: f"{path}, line {lines[key]}" for key in sources if sources[key] == label and key in lines}
-    return places
+    return name, [*chain, Layer(YOURS, typed)]
 
 
 def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
@@ -169,30 +126,42 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
     return tree
 
 
-def _origins(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def _origins(layers: Iterable[Layer]) -> dict[str, str]:
     sources: dict[str, str] = {}
-    for label, tree in layers:
-        sources |= dict.fromkeys(flatten(tree), label)
+    for layer in layers:
+        sources |= dict.fromkeys(flatten(layer.tree), layer.label)
     return sources
 
 
-def _extended(label: str, tree: Any, path: Path | None) -> list[tuple[str, Any]]:
+def _places(layers: Iterable[Layer]) -> dict[str, str]:
+    """The file and line of each key that a file of the user's sets last."""
+    places: dict[str, str] = {}
+    for _, tree, file in layers:
+        lines = key_lines(file) if file is not None and label_of(file) not in shipped_recipes() else {}
+        for key in flatten(tree):
+            places.pop(key, None)
+            if key in lines:
+                places[key] = f"{file}, line {lines[key]}"
+    return places
+
+
+def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
     """A tree, from the file `path`, after the trees of all that it extends, farthest first, each with its name.
 
     Raises:
         RecipeError: a parent is not there, or extends its own child.
     """
-    chain, seen = [(label, tree)], [path]
+    chain, seen = [Layer(label, tree, path)], [path]
     while EXTENDS in tree:
         parent = tree.pop(EXTENDS)
         if not isinstance(parent, str) or not parent:
             raise RecipeError(f"{label}: extends: {shown(parent)} must be one recipe's name or file, as in digits")
         path = parent_of(parent, label, path)
         if path in seen:
-            circle = " -> ".join([*(Path(name).name for name, _ in reversed(chain)), parent])
+            circle = " -> ".join([*(Path(layer.label).name for layer in reversed(chain)), parent])
             raise RecipeError(f"{label}: extends forms a circle: {circle}")
         label, tree = label_of(path), read(path)
-        chain.insert(0, (label, tree))
+        chain.insert(0, Layer(label, tree, path))
         seen.append(path)
     return chain
 

@@ -125,21 +125,10 @@ def stored(tree: Any) -> Any:
     return without_secrets(tree) if isinstance(tree, str) else tree
 
 
-def text_of(path: Path) -> str:
-    """A file's text, with errors of UTF-8 replaced; empty where it is too large for a recipe."""
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            return file.read(MAX_BYTES) if path.stat().st_size <= MAX_BYTES else ""
-    except OSError:
-        return ""
-
-
 def key_lines(path: Path) -> dict[str, int]:
-    """The line of each dotted key of a file; empty where it is no YAML."""
-    try:
-        return dict(_key_lines(yaml.compose(text_of(path), Loader=_loader()), ""))
-    except yaml.YAMLError:
-        return {}
+    """The line of each dotted key of a file that `read` has read."""
+    text = path.read_text(encoding="utf-8-sig")
+    return dict(_key_lines(yaml.compose(text, Loader=_loader()), ""))
 
 
 def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
@@ -169,17 +158,22 @@ def _no_utf8(error: UnicodeDecodeError) -> str:
 
 
 def _explained(error: Exception, text: str) -> str:
-    """What is wrong with a file's YAML, where `slips` finds nothing: the line, and what it ought to look like."""
-    mark = getattr(error, "problem_mark", None)
+    """What is wrong with a file's YAML: the line, and what it ought to look like."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return f"line {line}: it contains an invisible character: remove it"
+    mark = getattr(error, "problem_mark", None)
     if mark is None:
         return one_line(error)
-    problem = f"line {mark.line + 1}: {getattr(error, 'problem', None) or one_line(error)}"
+    problem, context = getattr(error, "problem", None) or one_line(error), getattr(error, "context", None) or ""
+    if context.startswith("while scanning") or "flow" in context:  # there begins what is not ended
+        colon = "; write key: value, with a space after the colon" * ("':'" in problem)
+        return f"line {getattr(error, 'context_mark', mark).line + 1}: {context}, {problem}{colon}"
     if "mapping values are not allowed" in problem:
-        return f"{problem}; indent keys of a section alike, and put a text with ': ' in it in quotes"
-    return f"{problem}; look at this line and those above it"
+        problem += "; indent keys of a section alike, and put a text with ': ' in it in quotes"
+    else:
+        problem += "; look at this line and those above it"
+    return f"line {mark.line + 1}: {problem}"
 
 
 def _loader() -> Any:

@@ -1,0 +1,120 @@
+"""Recipe files that are wrong are answered with the line, and those that are right are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import trainer
+from trainer.errors import RecipeError
+from trainer.recipe import load
+
+
+def answer(file: Path, *words: str) -> str:
+    """The one line with which a file is refused."""
+    with pytest.raises(RecipeError) as refused:
+        load(file, *words)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "names"),
+    [
+        ("extends: digits\nepochs:3\nbatch_size: 64\n", 2, "key: value"),
+        ("extends: digits\nepochs = 3\n", 2, "key: value"),
+        ("optimizer:\n\tlr: 0.1\n", 2, "character"),
+        ("output: 'first\nepochs: 3\n", 1, "quoted"),
+        ("devices: [cpu, cpu\nepochs: 3\n", 1, "']'"),
+        ("output: runs: first\n", 1, "quotes"),
+        ("epochs: 3\nseed: 1\nepochs: 4\n", 3, "duplicate epochs"),
+        (b"seed: 1\n# f\xfcnf\nepochs: 3\n", 2, "UTF-8"),
+        ("seed: 1\nepochs: 3\x01\n", 2, "character"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_told_with_its_line(
+    content: str | bytes, number: int, names: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    told = answer(file)
+    assert told.startswith(f"{file}: line {number}: ") and all(name in told for name in names.split()), told
+
+
+def test_a_wrong_value_is_told_with_its_line_also_in_a_file_that_another_extends(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("extends: parent.yaml\nepochs: 3\n")
+    (tmp_path / "parent.yaml").write_text("seed: 1\nbatch_size: x\nepochs: y\n")
+    assert answer(tmp_path / "my.yaml").endswith(f"(in {tmp_path / 'parent.yaml'}, line 2)")
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "names"),
+    [
+        ("seed: 1\nepochs: '3'\n", 2, "epochs=3 integer quotes"),
+        ("compile: 'no'\n", 1, "compile=no true false"),
+        ("seed: 1\nmax_steps: 1e4\n", 2, "max_steps=10000.0 integer null 10000"),
+        ("optimizer:\n  lr: 0,1\n", 2, "optimizer.lr=0,1 number 0.1"),
+        ("seed: 1\n\nbatchsize: 3\n", 3, "batchsize batch_size?"),
+        ("model:\n  nam: cnn\n", 2, "model.nam model.name?"),
+        ("optimizer: &o\n  lr: abc\n", 2, "optimizer.lr=abc number"),
+        ("data:\n  root: >-\n    mean: 3\nbatchsize: 3\n", 4, "batchsize batch_size?"),
+    ],
+)
+def test_a_wrong_key_or_value_is_told_with_its_line(content: str, number: int, names: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(content)
+    told = answer(file)
+    assert told.startswith("my: ") and told.endswith(f"(in {file}, line {number})")
+    assert not [name for name in names.split() if name not in told], told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:$y$j9T$HIDDEN:19000:0:99999:7:::\ndaemon:*:19000:0\n",
+        "epochs=HIDDEN\n",
+        "seed: HIDDEN: 4\n",
+        "password HIDDEN\nurl ${address}\n",
+        "*HIDDEN: 1\n",
+        "a: [HIDDEN\n",
+    ],
+)
+def test_no_line_of_a_file_that_is_not_called_a_recipe_is_shown(text: str, tmp_path: Path) -> None:
+    (tmp_path / "shadow").write_text(text)
+    (tmp_path / "my.yaml").write_text("extends: shadow\n")
+    for recipe in ("my.yaml", "shadow"):
+        done = trainer("plan", f"recipe={recipe}", cwd=tmp_path)
+        assert done.returncode == 2 and "shadow: " in done.stderr and "HIDDEN" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "extends: digits\r\nepochs: 3\r\noptimizer:\r\n  lr: 1e-4\r\n",
+        "\ufeffextends: digits\ncompile: off\ndeterministic: yes\nepochs:\t3\n",
+        '{\n "extends": "digits",\n "epochs": 3,\n}\n',
+        "model: {name: cnn,\n  freeze: [conv1]}\nseed: 1\n",
+        "model:\n  freeze:\n  - conv1\n  - 'layer[12]'\n",
+        "# epochs:3\nseed: 1   # epochs=3\n",
+        "optimizer: &o\n  lr: 0.1\n",
+        "optimizer: &o {lr: 0.1}\n",
+        "epochs: &few 3\nseed: *few\n",
+        "epochs: !!int 3\noptimizer: !!map\n  lr: !!float 1\n",
+        "data:\n  root: &r !!str 2024\noutput: *r\n",
+        "data:\n  root: >-\n    mean: 3\n\n    epochs:3\nseed: 1\n",
+        "data:\n  root: |  # a text\n    epochs = 3\n     'lr: 0.1\n  name: imagefolder\n",
+        "model:\n  freeze:\n  - >-\n    seed:1\n  - layer1\n",
+    ],
+)
+def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_bytes(content.encode())
+    load(file)
+    assert answer(file, "epochs=x").startswith("my: epochs=x must")  # and no line of the file is blamed
+
+
+@pytest.mark.parametrize("content", ["output: runs\n  epochs=3\n", 'output: "runs\n  first"\n'])
+def test_a_file_that_is_right_is_not_blamed_for_a_word(tmp_path: Path, content: str) -> None:
+    (tmp_path / "my.yaml").write_text(content)
+    assert answer(tmp_path / "my.yaml", "epochs=x").startswith("my: epochs=x must")

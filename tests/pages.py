@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import trainer
-from trainer.recipe.key_reference import reference_page, schema_file, schema_text
-from trainer.recipe.traits import modes_table, short_table
+from trainer.recipe.key_reference import keys, schema_file, schema_text, sections
+from trainer.recipe.traits import TRAITS, Traits
 
 GUIDE = Path(trainer.__file__).parent / "guide"
 README = GUIDE.parent.parent / "README.md"
 REFERENCE = GUIDE / "recipe.md"
+PAGE = """\
+# Every key of a recipe
+
+A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
+lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. A key whose
+default is `null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
+`python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
+"""
 PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -33,17 +42,69 @@ def _options() -> str:
     return table()
 
 
-def _result() -> str:
-    from trainer.training.results import table
+def result_table() -> str:
+    """The guide's table of the keys of result.json."""
+    from trainer.training.results import Result
 
-    return table()
+    hints = get_type_hints(Result, include_extras=True)
+    lines = ["| key | meaning |", "| --- | --- |"]
+    lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items() if key in Result.__required_keys__]
+    return "\n".join(lines)
+
+
+def reference_page() -> str:
+    """The reference as a Markdown page."""
+    parts = [PAGE]
+    for section, comment in sections().items():
+        parts += [f"## {section}\n\n{comment}\n" if section else ""]
+        rows = ["| key and example | default | takes | meaning |", "| --- | --- | --- | --- |"]
+        for key in (key for key in keys().values() if key.section == section):
+            cells = (f"`{key.example}`", f"`{key.default}`", key.takes, key.comment)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(part for part in parts if part)
+
+
+def modes_table() -> str:
+    """The table of modes in the guide."""
+    lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
+    for mode, traits in TRAITS.items():
+        lines += [f"| {' | '.join((*cells, _same(traits), when))} |" for *cells, when in _ways(mode, traits)]
+    return "\n".join(lines)
+
+
+def short_table() -> str:
+    """The table of modes in README: one row a mode, with the first sentence of when to take it."""
+    lines = ["| mode | equals `single` | when |", "| --- | --- | --- |"]
+    for mode, traits in TRAITS.items():
+        lines.append(f"| `{mode}` | {_same(traits)} | {traits.when[-1].partition('. ')[0]} |")
+    return "\n".join(lines)
+
+
+def _same(traits: Traits) -> str:
+    return "-" if traits.reference else "yes" if traits.same_maths else "no"
+
+
+def _ways(mode: str, traits: Traits) -> Iterator[tuple[str, str, str, str]]:
+    """How a mode runs: its name, processes and devices in the table's letters, and when to take it."""
+    when, *over_processes = traits.when
+    each = "1 each, or all on one card" if traits.shares_devices else "1 each"
+    each = "shared CPU memory" if traits.shared_memory else each
+    several = "P" if traits.staged else "N"
+    if traits.processes == "many":
+        yield f"`{mode}`", "N", each, when
+    elif traits.processes == "one":
+        yield f"`{mode}`", "1", "1" if traits.single_device else several, when
+    else:
+        yield f"`{mode}` in one process", "1", several, when
+        yield f"`{mode}` over processes", "P x R", each, over_processes[0]
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "modes": modes_table,
     "short": short_table,
     "options": _options,
-    "result": _result,
+    "result": result_table,
 }
 
 

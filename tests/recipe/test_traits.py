@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 import trainer
-from tests.pages import GUIDE, README
+from tests.pages import GUIDE, README, modes_table, short_table
 from trainer.recipe import MODES, TRAITS, Traits, load
-from trainer.recipe.traits import Mode, modes_table, short_table
+from trainer.recipe.traits import Mode
 
 HOME = Path(trainer.__file__).parent
 MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]

@@ -1,22 +1,21 @@
 """result.json is what its type and the guide say."""
 
-import json
 from dataclasses import fields
 from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
 from tests.command_line import QUIET, WHOLE, ok, result
-from tests.pages import GUIDE
+from tests.pages import GUIDE, result_table
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.telemetry.clocks import Speed, StepTime, Throughput
-from trainer.training.results import Metrics, Result, SetFigures, table
+from trainer.training.results import Metrics, Result
 
 OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
 
 
 def test_the_guide_lists_the_keys():
-    assert table() in (GUIDE / "folder.md").read_text()
+    assert result_table() in (GUIDE / "folder.md").read_text()
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):
@@ -28,11 +27,11 @@ def test_a_runs_result_has_these_keys_and_types(tmp_path):
     hints = get_type_hints(Result)
     for key, value in found.items():
         TypeAdapter(hints[key]).validate_python(value, strict=True)
-    assert [*found["data"]] == [field.name for field in fields(SetFigures)]
+    assert [*found["data"]] == ["name", "synthetic", "train_samples", "val_samples", "skipped", "uncached"]
     speed = {field.name for field in fields(Speed)}
     assert speed <= found.keys() and [*found["step_time_s"]] == [field.name for field in fields(StepTime)]
     assert [*found["throughput"]] == [*(field.name for field in fields(Throughput)), "per_device", "threads"]
-    TypeAdapter(SetFigures).validate_json(json.dumps(found["data"]), strict=True)
+    assert all(type(found["data"][key]) is int for key in ("train_samples", "val_samples", "skipped", "uncached"))
 
 
 def test_the_type_knows_the_metrics_of_the_tasks_that_ship():

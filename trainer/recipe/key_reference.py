@@ -23,14 +23,6 @@ from trainer.recipe.text import nearest, typed
 FILE = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
 USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_large")
-PAGE = """\
-# Every key of a recipe
-
-A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
-lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. A key whose
-default is `null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
-`python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
-"""
 
 
 def schema_file() -> Path:
@@ -134,19 +126,6 @@ def shown_keys(word: str | None = None) -> str:
             for key in rows
         ]
     return "\n".join(lines) + "\n"
-
-
-def reference_page() -> str:
-    """The reference as a Markdown page."""
-    parts = [PAGE]
-    for section, comment in sections().items():
-        parts += [f"## {section}\n\n{comment}\n" if section else ""]
-        rows = ["| key and example | default | takes | meaning |", "| --- | --- | --- | --- |"]
-        for key in (key for key in keys().values() if key.section == section):
-            cells = (f"`{key.example}`", f"`{key.default}`", key.takes, key.comment)
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        parts.append("\n".join(rows) + "\n")
-    return "\n".join(part for part in parts if part)
 
 
 def _names(key: Key) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ How a mode computes is its class in `trainer.modes`. A new mode is a row here an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -174,38 +174,3 @@ TRAITS: dict[str, Traits] = {
     ),
 }
 MODES = tuple(TRAITS)
-
-
-def modes_table() -> str:
-    """The table of modes in the guide."""
-    lines = ["| mode | processes | devices | same maths as `single` | when |", "| --- | --- | --- | --- | --- |"]
-    for mode, traits in TRAITS.items():
-        lines += [f"| {' | '.join((*cells, _same(traits), when))} |" for *cells, when in _ways(mode, traits)]
-    return "\n".join(lines)
-
-
-def short_table() -> str:
-    """The table of modes in README: one row a mode, with the first sentence of when to take it."""
-    lines = ["| mode | equals `single` | when |", "| --- | --- | --- |"]
-    for mode, traits in TRAITS.items():
-        lines.append(f"| `{mode}` | {_same(traits)} | {traits.when[-1].partition('. ')[0]} |")
-    return "\n".join(lines)
-
-
-def _same(traits: Traits) -> str:
-    return "-" if traits.reference else "yes" if traits.same_maths else "no"
-
-
-def _ways(mode: str, traits: Traits) -> Iterator[tuple[str, str, str, str]]:
-    """How a mode runs: its name, processes and devices in the table's letters, and when to take it."""
-    when, *over_processes = traits.when
-    each = "1 each, or all on one card" if traits.shares_devices else "1 each"
-    each = "shared CPU memory" if traits.shared_memory else each
-    several = "P" if traits.staged else "N"
-    if traits.processes == "many":
-        yield f"`{mode}`", "N", each, when
-    elif traits.processes == "one":
-        yield f"`{mode}`", "1", "1" if traits.single_device else several, when
-    else:
-        yield f"`{mode}` in one process", "1", several, when
-        yield f"`{mode}` over processes", "P x R", each, over_processes[0]

@@ -24,19 +24,12 @@ from trainer.telemetry.verdict import StepParts, shares
 from trainer.training import wrong_labels
 from trainer.training.callbacks import EpochReport, StepReport
 from trainer.training.evaluation import metrics_of
-from trainer.training.results import Result, SetFigures
+from trainer.training.results import Result
 from trainer.training.run import Run
 from trainer.training.stopping import ended_by
 
-KEPT_KEYS = (
-    "throughput",
-    "step_time_s",
-    "data_wait_fraction",
-    "short",
-    "seconds_in",
-    "verdict",
-    "warnings",
-)  # of a run that is continued with nothing left to train
+# Of a run that is continued with nothing left to train.
+KEPT_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short", "seconds_in", "verdict", "warnings")
 
 
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
@@ -260,14 +253,6 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
         rate = speed.throughput.samples_per_sec
         mfu = _mfu(run, rate)
         figures["throughput"] |= {"per_device": rate / run.world.count(), "threads": run.world.threads}
-    images = SetFigures(
-        name=data.name,
-        synthetic=data.synthetic,
-        train_samples=len(data.train),
-        val_samples=int(history.validation.get("val_samples", len(data.val))),
-        skipped=history.skipped,
-        uncached=history.uncached,
-    )
     plain: Result = without_nan(
         {
             "recipe": recipe.name,
@@ -283,7 +268,14 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "error": error,
             "ended_by": ended_by(run) if status == "completed" else None,
             "exit_code": 0 if status == "completed" else exit_code,
-            "data": asdict(images),
+            "data": {
+                "name": data.name,
+                "synthetic": data.synthetic,
+                "train_samples": len(data.train),
+                "val_samples": int(history.validation.get("val_samples", len(data.val))),
+                "skipped": history.skipped,
+                "uncached": history.uncached,
+            },
             "train_loss": history.losses[-1] if history.losses else None,
             "task": recipe.task.name,
             **{f"val_{name}": None for name in run.task.metric_names()},

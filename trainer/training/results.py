@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict, get_type_hints
-
-
-@dataclass(frozen=True)
-class SetFigures:
-    """`result.json`'s `data`."""
-
-    name: str
-    synthetic: bool
-    train_samples: int
-    val_samples: int
-    skipped: int
-    uncached: int
+from typing import Annotated, Any, TypedDict
 
 
 class Metrics(TypedDict, total=False):
@@ -102,11 +89,3 @@ class Result(Metrics):
     facts: Annotated[dict[str, str], "what ran, by heading, as `runs show` prints it"]
     versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda"]
     output: Annotated[str | None, "the run folder"]
-
-
-def table() -> str:
-    """The guide's table of keys."""
-    hints = get_type_hints(Result, include_extras=True)
-    lines = ["| key | meaning |", "| --- | --- |"]
-    lines += [f"| `{key}` | {hint.__metadata__[0]} |" for key, hint in hints.items() if key in Result.__required_keys__]
-    return "\n".join(lines)

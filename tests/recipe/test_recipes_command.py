@@ -102,7 +102,7 @@ def test_a_new_file_finds_its_parent_from_its_own_folder(tmp_path: Path) -> None
         (["new", "x.yaml", "extends=digits", "lr=1"], "digits: lr is not a key; did you mean optimizer.lr?"),
         (["new", "x.yaml", "extends=digits", "epochs=0"], "digits: epochs=0 must be 1 or more"),
         (["new", "x.yaml", "extends=digits", "=3"], "'=3' is not key=value"),
-        (["new", "x.yaml", "digits"], "recipes new x.yaml: to start from digits, type extends=digits"),
+        (["new", "x.yaml", "digits"], "recipes new x.yaml: 'digits' is not key=value, as in extends=digits"),
         (["new", "x.yaml", "extends=digits", "epochs"], "recipes new x.yaml: 'epochs' is not key=value, as in"),
         (["new", "~nobody-here/x.yaml", "extends=digits"], "a path begins with ~ but there is no user of that name"),
         (["schema", "digits"], "recipes schema takes no words, as digits: type recipes schema > recipe.schema.json"),

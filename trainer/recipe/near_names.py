@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from trainer.recipe.other_names import OTHER_KEYS, SUBJECTS
 from trainer.recipe.text import misspelt
 
+MOST = 3  # keys that speak of the same
 # Words in names of keys that say the same, each after the one that stands for them.
 _SAME = {
     "val": "valid validation",
@@ -95,7 +96,7 @@ def _within(name: str, comments: Mapping[str, str]) -> dict[str, str]:
     return {key: comment for key, comment in comments.items() if section and key.startswith(f"{section}.")}
 
 
-def speaking_of(name: str, comments: Mapping[str, str], most: int = 3) -> list[str]:
+def speaking_of(name: str, comments: Mapping[str, str]) -> list[str]:
     """The keys whose names, other names and comments have most of a name's words, the rare ones above all."""
     texts = {
         key: Counter(_split(f"{comment} {4 * f' {key}'} {2 * _OTHERS.get(key, '')}"))
@@ -109,7 +110,7 @@ def speaking_of(name: str, comments: Mapping[str, str], most: int = 3) -> list[s
             rarity[word] = math.log(1 + len(texts) / len(holders))
         for key, count in holders.items():
             scores[key] = scores.get(key, 0) + rarity[word] * min(count, 4) / 4
-    best = sorted(scores, key=lambda key: (-scores[key], key))[:most]
+    best = sorted(scores, key=lambda key: (-scores[key], key))[:MOST]
     named = [key for key in best if _words(key.rpartition(".")[2]) <= _words(name)]
     whole = sum(rarity.get(word, 1.5 * math.log(1 + len(texts))) for word in _words(name))
     near = [key for key in best if scores[key] > max(0.5 * scores[best[0]], 0.45 * whole)]

@@ -42,10 +42,8 @@ def answer(words: Sequence[str], program: str = PROGRAM) -> str:
         names = [word for word in rest if "=" not in word]
         if not names:
             raise RecipeError("recipes new needs a file to write: type recipes new my.yaml extends=digits")
-        if len(names) > 1 and any(word.startswith(f"{EXTENDS}=") for word in rest):
-            raise RecipeError(f"recipes new {names[0]}: '{names[1]}' is not key=value, as in optimizer.lr=0.05")
         if len(names) > 1:
-            raise RecipeError(f"recipes new {names[0]}: to start from {names[1]}, type extends={names[1]}")
+            raise RecipeError(f"recipes new {names[0]}: '{names[1]}' is not key=value, as in extends=digits")
         return write_new(names[0], [word for word in rest if "=" in word], program)
     if verb == "keys":
         if len(rest) > 1:

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
 from trainer.errors import RecipeError
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import Recipe, key_fields
 from trainer.recipe.text import flatten, typed
 
 READERS = {
@@ -42,13 +40,13 @@ def defaults() -> dict[str, Any]:
 
 def sections() -> tuple[str, ...]:
     """Names of the sections: model, data, ..."""
-    return tuple(name for name, field in Recipe.model_fields.items() if _is_section(field.annotation))
+    return tuple(dict.fromkeys(key.partition(".")[0] for key in defaults() if "." in key))
 
 
 @functools.cache
 def kinds() -> dict[str, tuple[Any, ...]]:
     """What each key takes: int, float, bool, str, list, type(None) and Literals; list[str] stands beside its list."""
-    return dict(_kinds(Recipe, ""))
+    return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
 
 
 def is_text(key: str) -> bool:
@@ -66,20 +64,6 @@ def choices() -> dict[str, tuple[str, ...]]:
         if values:
             listed[key] = (*values, *["null"] * (type(None) in taken))
     return listed
-
-
-def _is_section(kind: Any) -> bool:
-    """Whether a field holds keys of its own."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _kinds(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for name, field in model.model_fields.items():
-        kind: Any = field.annotation
-        if _is_section(kind):
-            yield from _kinds(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, tuple(_parts(kind))
 
 
 def _parts(kind: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
@@ -416,16 +417,17 @@ class Recipe(_Section):
 @functools.cache
 def comments() -> dict[str, str]:
     """All keys, dotted, with their comments and what can be chosen."""
-    return dict(_comments(Recipe, ""))
+    choices = {key: re.findall(r"'(\w+)'", str(field.annotation)) for key, field in key_fields()}
+    return {key: " ".join([field.description or "", *choices[key]]) for key, field in key_fields()}
 
 
-def _comments(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+def key_fields(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All keys of a recipe, or of a section of it, dotted, with their fields."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _comments(field.annotation, f"{prefix}{name}.")
+            yield from key_fields(field.annotation, f"{prefix}{name}.")
         else:
-            choices = re.findall(r"'(\w+)'", str(field.annotation))
-            yield prefix + name, " ".join([field.description or "", *choices])
+            yield prefix + name, field
 
 
 def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -> Recipe:

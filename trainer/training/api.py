@@ -276,9 +276,8 @@ def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
 def _in_children(recipe: Recipe, options: Mapping[str, str | None], callbacks: Callbacks) -> Result:
     given = sent(recipe, options["plugin"])
     plugin = MODULE if given else options["plugin"]
-    wanted = callbacks.wanted()
-    answer = callbacks.answer if wanted else None
-    return cast(Result, hosted.train_in_children(recipe, plugin, options["nproc"], given, answer, wanted))
+    answer = callbacks.answer if callbacks.wanted else None
+    return cast(Result, hosted.train_in_children(recipe, plugin, options["nproc"], given, answer, callbacks.wanted))
 
 
 def _give_back(model: nn.Module, result: Result) -> None:

@@ -130,19 +130,20 @@ OnStep = Callable[[StepReport], object]
 
 
 class Callbacks:
-    """A program's functions. Rank 0 calls them and broadcasts what they ask for."""
+    """A program's functions, of which `wanted` has the names. Rank 0 calls them and broadcasts what they ask for."""
 
     def __init__(self, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None) -> None:
         self.on_epoch, self.on_step = on_epoch, on_step
-        self._wanted = self.wanted()
+        functions = {"on_epoch": on_epoch, "on_step": on_step}
+        self.wanted = ",".join(name for name, function in functions.items() if function is not None)
 
     def connect(self, world: World) -> None:
         """Let every rank know which functions rank 0's program has. Collective."""
-        self._wanted = world.broadcast_object(self._wanted)
+        self.wanted = world.broadcast_object(self.wanted)
 
     def has(self, name: str) -> bool:
         """Whether rank 0 has an "on_epoch" or "on_step"."""
-        return name in self._wanted.split(",")
+        return name in self.wanted.split(",")
 
     def report(self, world: World, report: EpochReport | StepReport) -> CallbackAnswer:
         """Call rank 0's function for this report, if it has one; what it asks for, on all ranks. Collective."""
@@ -171,10 +172,6 @@ class Callbacks:
         returned = function(report)
         return report.take_answer(not isinstance(returned, bool | np.bool_) or bool(returned))
 
-    def wanted(self) -> str:
-        """Names of the functions that there are."""
-        return ",".join(name for name in ("on_epoch", "on_step") if getattr(self, name) is not None)
-
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """CallbackAnswer a message of `Remote` in a rank's process."""
         figures = dict(message)
@@ -186,11 +183,8 @@ class Remote(Callbacks):
     """Functions of the program that started these ranks: rank 0 calls them over a socket, and waits for the answer."""
 
     def __init__(self, address: str, wanted: str) -> None:
-        def never(report: object) -> None:
-            raise AssertionError(report)
-
-        super().__init__(*(never if name in wanted.split(",") else None for name in ("on_epoch", "on_step")))
-        self._address = address
+        super().__init__()
+        self.wanted, self._address = wanted, address
         self._socket: Any = None
 
     def call(self, report: EpochReport | StepReport) -> CallbackAnswer:

@@ -102,7 +102,10 @@ def path_of(run: Run, sample: int) -> str:
 
 
 def _worst(run: Run, worst: list[Mistake]) -> None:
-    images = _read(run, worst)
+    try:
+        images = held_out_pictures(run.datasets, [mistake.place for mistake in worst])
+    except Exception:  # a user's data set may raise anything, also for what it could read before
+        return
     if images is not None:
         captions = [[*_caption(run, mistake), ("", _short_name(run, mistake.place))] for mistake in worst]
         right = [_is_right(run, mistake) for mistake in worst]
@@ -287,13 +290,6 @@ def dispensable(tracker: NullTracker) -> Iterator[None]:
 
 def _picture(run: Run, tag: str, picture: gallery.EncodedImage, step: int) -> None:
     run.tracker.show(dashboards.image(tag, picture.encoded, picture.size), step)
-
-
-def _read(run: Run, worst: list[Mistake]) -> Tensor | None:
-    try:
-        return held_out_pictures(run.datasets, [mistake.place for mistake in worst])
-    except Exception:  # a user's data set may raise anything, also for what it could read before
-        return None
 
 
 def name(run: Run, place: int) -> str:

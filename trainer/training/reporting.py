@@ -33,14 +33,27 @@ KEPT_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short", "second
 
 
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
-    """A logged step's values for TensorBoard and its row for steps.csv. Collective.
+    """A logged step's values for TensorBoard, speed only once warm-up is over, and its row for steps.csv. Collective.
 
     Args:
-        loss, window: see `step_values`.
+        loss: mean over the steps since the last logged one.
+        window: steps, seconds, and seconds of waiting for data since then, without warm-up.
     """
+    steps, seconds, waited = window
     figures, speed = run.strategy.figures(), images_per_second(run, window)
-    values = step_values(run, loss, lr, norm.item() if norm is not None else None, window)
+    values = {"train/loss": loss, "train/lr": lr}
+    if norm is not None:
+        values["train/grad_norm"] = norm.item()
     if speed is not None:
+        values |= {
+            "speed/samples_per_sec": speed,
+            "speed/samples_per_sec_per_device": speed / run.world.count(),
+            "speed/step_ms": 1e3 * seconds / steps,
+            "speed/data_wait_pct": 100 * waited / seconds,
+        }
+        utilisation = _mfu(run, speed)
+        if utilisation is not None:
+            values["speed/mfu_pct"] = 100 * utilisation
         values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
     run.tracker.step(
         {
@@ -92,35 +105,9 @@ def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, floa
 
 
 def images_per_second(run: Run, timed: tuple[int, float, float]) -> float | None:
-    """Images a second of all devices in a window, which is as in `step_values`; None before warm-up is over."""
+    """Images a second of all devices in a window, which is as in `log_step`; None before warm-up is over."""
     steps, seconds, _ = timed
     return steps * run.loader.samples_per_step / seconds if seconds else None
-
-
-def step_values(
-    run: Run, loss: float, lr: float, norm: float | None, timed: tuple[int, float, float]
-) -> dict[str, float]:
-    """TensorBoard's values of a logged step; speed only once warm-up is over.
-
-    Args:
-        loss: mean over the steps since the last logged one.
-        timed: steps, seconds, and seconds of waiting for data since then, without warm-up.
-    """
-    steps, seconds, waited = timed
-    values = {"train/loss": loss, "train/lr": lr}
-    if norm is not None:
-        values["train/grad_norm"] = norm
-    if (speed := images_per_second(run, timed)) is not None:
-        values |= {
-            "speed/samples_per_sec": speed,
-            "speed/samples_per_sec_per_device": speed / run.world.count(),
-            "speed/step_ms": 1e3 * seconds / steps,
-            "speed/data_wait_pct": 100 * waited / seconds,
-        }
-        utilisation = _mfu(run, speed)
-        if utilisation is not None:
-            values["speed/mfu_pct"] = 100 * utilisation
-    return values
 
 
 def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:

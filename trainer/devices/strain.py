@@ -52,7 +52,7 @@ class StrainMeter:
     def __init__(self, devices: Sequence[torch.device] = (), processes: int = 1) -> None:
         """`devices` are those that this process drives; `processes` of this machine train together."""
         self._processes, self._begun = processes, time.perf_counter()
-        self._own, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *_cores()
+        self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *_cores()
         self._periods, self._hot = _periods(), _hot()
         self._cards = {str(device): asks for device in devices if (asks := _card(device)) is not None}
         self._looks, self._slow = 0, dict.fromkeys(self._cards, 0)
@@ -71,8 +71,8 @@ class StrainMeter:
         if ready < READY * seconds:  # also who uses few threads on purpose waits for no core
             return 0.0
         family = os.getppid() if self._processes > 1 else os.getpid()
-        own = _family_seconds(family) - self._processes * self._own  # the others have started up alike
-        return max(0.0, (busy - self._busy - own) / cores / seconds)
+        spent = _family_seconds(family) - self._processes * self._spent  # the others have started up alike
+        return max(0.0, (busy - self._busy - spent) / cores / seconds)
 
     def _quota(self) -> float | None:
         before, now = self._periods, _periods()

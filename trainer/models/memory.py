@@ -113,14 +113,14 @@ def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int
     """
     live = most = 0
     for kind, stage, _ in actions:
-        one = stages[stage]
+        needs = stages[stage]
         if kind == "F":
-            most = max(most, live + one.received + one.forward)
-            live += one.received + one.saved
+            most = max(most, live + needs.received + needs.forward)
+            live += needs.received + needs.saved
         else:  # the weights' part of a backward pass needs what its inputs' part has left
-            most = max(most, live + one.peak - one.saved)
+            most = max(most, live + needs.peak - needs.saved)
             if kind != "I":
-                live -= one.received + one.saved
+                live -= needs.received + needs.saved
     return most
 
 

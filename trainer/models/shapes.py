@@ -43,7 +43,7 @@ def built_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
         return None, f"its code needs values: {type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
 
     def hides() -> bool:
-        return any(one.device.type == "meta" and one._cdata not in held for one in made.alive())
+        return any(each.device.type == "meta" and each._cdata not in held for each in made.alive())
 
     if hides():
         gc.collect()  # what only refers to itself

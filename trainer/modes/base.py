@@ -86,7 +86,7 @@ class Strategy:
         parts = self.world.size * self.recipe.accumulate * self.recipe.augment.together
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
-        self.own = Stopwatch(self.device, every) if watched else None
+        self.forward_watch = Stopwatch(self.device, every) if watched else None
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
@@ -146,16 +146,16 @@ class Strategy:
             weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
         """
         scale = weight * len(batch.targets)
-        with self.own_work():
+        with self.watched_forward():
             outputs = self.outputs(batch.inputs)
         loss = self.loss(outputs, batch.targets)
         loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
         return loss.detach()
 
-    def own_work(self) -> AbstractContextManager[None]:
+    def watched_forward(self) -> AbstractContextManager[None]:
         """Held over a forward pass of training."""
-        return self.own or nullcontext()
+        return self.forward_watch or nullcontext()
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """The model's outputs (N, ...) in the recipe's precision."""

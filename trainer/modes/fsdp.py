@@ -99,8 +99,8 @@ class FullyShardedDataParallel(Strategy):
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
                 watch(unit, self._refusal)
-                if name and self.own is not None:
-                    time_blocks(unit, self.own)
+                if name and self.forward_watch is not None:
+                    time_blocks(unit, self.forward_watch)
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
@@ -159,9 +159,9 @@ class FullyShardedDataParallel(Strategy):
     def _refusal(self, reason: str) -> RecipeError:
         return RecipeError(f"model.name={self.recipe.model.name} {reason}, which mode=fsdp cannot shard: use mode=ddp")
 
-    def own_work(self) -> AbstractContextManager[None]:
+    def watched_forward(self) -> AbstractContextManager[None]:
         """Blocks are timed one by one: between them a pass waits for weights from other ranks."""
-        return super().own_work() if self.sharded is None else nullcontext()
+        return super().watched_forward() if self.sharded is None else nullcontext()
 
     def reduce_gradients(self) -> None:
         """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""

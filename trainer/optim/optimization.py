@@ -82,24 +82,24 @@ class Updater:
         self.optimizer = optimizer
         self.limit = recipe.clip_grad_norm
         self.tolerated = recipe.tolerated
-        self.found = torch.zeros((), device=device)  # whether this step is not finite, or one since the first step
-        self.bad = torch.zeros((), device=device) if self.tolerated else self.found
+        self.nonfinite = torch.zeros((), device=device)  # whether this step is not finite, or one since the first step
+        self.bad = torch.zeros((), device=device) if self.tolerated else self.nonfinite
         self.skipped = torch.zeros((), device=device)  # how many steps were, where some are tolerated
         self._buffers: list[list[Tensor]] = []  # by their device and type
         self._before: list[Tensor] = []  # their values before this step, in a row
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A split model has parameters on several devices: a flag each, and `found` is their maximum. A scale of 1.
+        # A split model has parameters on several devices: a flag each, and `nonfinite` is their maximum. A scale of 1.
         self.parts = [
             (
                 [p for p in self.parameters if p.device == where],
-                self.found if where == device else torch.zeros((), device=where),
+                self.nonfinite if where == device else torch.zeros((), device=where),
                 torch.ones((), device=where),
             )
             for where in dict.fromkeys(p.device for p in self.parameters)
         ]
         self.scaler = scaler
         if self.scaler is not None:
-            self.scaler.scale(self.found)  # its state exists from here on, on ranks without a loss too
+            self.scaler.scale(self.nonfinite)  # its state exists from here on, on ranks without a loss too
 
     def begin(self, strategy: Strategy) -> None:
         """A step begins: where it may have to be skipped, keep what its forward passes change, as BatchNorm's."""
@@ -125,18 +125,18 @@ class Updater:
             The gradient's norm before clipping, where it was computed.
         """
         if self.tolerated:
-            for flag in (self.found, *(flag for _, flag, _ in self.parts)):
+            for flag in (self.nonfinite, *(flag for _, flag, _ in self.parts)):
                 flag.zero_()
         if self.scaler is None:
             for parameters, flag, scale in self.parts:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)
-            _merge(self.found, (flag for _, flag, _ in self.parts))
+            _merge(self.nonfinite, (flag for _, flag, _ in self.parts))
             if self.tolerated:
                 self._agree(loss, strategy)
             else:
-                strategy.reduce_overflow(self.found)
-            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+                strategy.reduce_overflow(self.nonfinite)
+            self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]
         else:
             if self.tolerated:
                 self._agree(loss, strategy)
@@ -151,7 +151,7 @@ class Updater:
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()
             if self.tolerated:
-                _merge(first, [self.found])
+                _merge(first, [self.nonfinite])
             strategy.reduce_overflow(first)
         norm = strategy.grad_norm() if want_norm or self.limit is not None else None
         if self.limit is not None and norm is not None:
@@ -162,22 +162,22 @@ class Updater:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         for group, before in zip(self._buffers, self._before, strict=True):
-            kept = torch.where(self.found.to(before.device) > 0, before, _flat(group))
+            kept = torch.where(self.nonfinite.to(before.device) > 0, before, _flat(group))
             pieces = torch.split(kept, [buffer.numel() for buffer in group])
             torch._foreach_copy_(group, [piece.view(b.shape) for piece, b in zip(pieces, group, strict=True)])
         return norm
 
     def _agree(self, loss: Tensor, strategy: Strategy) -> None:
         """Whether all ranks skip this step: one of them found what is not finite, now or once too often before."""
-        self.found.copy_(torch.maximum(self.found, 1 - torch.isfinite(loss).float().to(self.found.device)))
-        strategy.world.max_(self.found)
-        self.skipped += self.found
+        self.nonfinite.copy_(torch.maximum(self.nonfinite, 1 - torch.isfinite(loss).float().to(self.nonfinite.device)))
+        strategy.world.max_(self.nonfinite)
+        self.skipped += self.nonfinite
         self.bad = (self.skipped > self.tolerated).float()
-        self.found.copy_(torch.maximum(self.found, self.bad))
+        self.nonfinite.copy_(torch.maximum(self.nonfinite, self.bad))
 
     def counted(self, loss: Tensor) -> Tensor:
         """The last step's loss as it is logged: NaN on every rank where the step was skipped as not finite."""
-        return torch.where(self.found.to(loss.device) > 0, torch.nan, loss) if self.tolerated else loss
+        return torch.where(self.nonfinite.to(loss.device) > 0, torch.nan, loss) if self.tolerated else loss
 
     def is_bad(self) -> bool:
         """Whether training has failed; waits for the device."""

@@ -315,7 +315,7 @@ class World:
         shown = error if isinstance(error, TrainerError) or error is None else TrainerError(in_one_line(error)[0])
         errors = [(rank, each) for rank, each in enumerate(self.gather(shown)) if each is not None]
         rank, first = self.broadcast_object(
-            min(errors, key=lambda found: isinstance(found[1], PeerError), default=(0, None))
+            min(errors, key=lambda pair: isinstance(pair[1], PeerError), default=(0, None))
         )
         raise error if error is not None and rank == self.rank else first
 

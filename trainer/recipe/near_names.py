@@ -122,8 +122,8 @@ def _alike(word: str, text: Counter[str]) -> int:
     return sum(count for other, count in text.items() if other == word or _form(word, other))
 
 
-def _form(one: str, other: str) -> bool:
-    short, long = sorted((one, other), key=len)
+def _form(word: str, other: str) -> bool:
+    short, long = sorted((word, other), key=len)
     return len(short) > 3 and long.startswith(short) and len(long) - len(short) < 5
 
 

@@ -75,14 +75,14 @@ class State:
         """
         if name in self.tensors:
             return whole(self.tensors[name])
-        found: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[Piece]] = {}
         for stem, pieces in self.pieces.items():
             for key, piece in pieces.items() if stem.rpartition("-")[0] == name else ():
-                known = found.setdefault(key, [])
+                known = by_name.setdefault(key, [])
                 if not piece.is_whole or not known:  # a module without parameters may be in several stages
                     known.append(piece)
         try:
-            return {key: StoredTensor(pieces) for key, pieces in found.items()}
+            return {key: StoredTensor(pieces) for key, pieces in by_name.items()}
         except ValueError as error:
             raise CheckpointError(f"the checkpoint of step {self.position.step}: {name}: {error}") from None
 

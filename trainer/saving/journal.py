@@ -179,8 +179,8 @@ class Journal(NullJournal):
 
     def goodput(self) -> dict[str, Any] | None:
         """Over all attempts up to now, for result.json."""
-        found = goodput_of([*self._earlier, self._attempt()], self._notes, over=False)
-        return asdict(found) if found else None
+        goodput = goodput_of([*self._earlier, self._attempt()], self._notes, over=False)
+        return asdict(goodput) if goodput else None
 
 
 def read_journal(path: Path) -> tuple[list[Attempt], list[str]]:
@@ -197,10 +197,10 @@ def read_journal(path: Path) -> tuple[list[Attempt], list[str]]:
 
 
 def _parsed(line: bytes) -> Attempt | None:
-    body, found, check = line.rstrip().rpartition(b',"crc":')
+    body, key, check = line.rstrip().rpartition(b',"crc":')
     body += b"}"
     try:
-        good = bool(found) and check == b"%d}" % zlib.crc32(body)
+        good = bool(key) and check == b"%d}" % zlib.crc32(body)
         return Attempt.model_validate_json(body) if good else None
     except ValidationError:
         return None
@@ -211,33 +211,35 @@ def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: boo
     if not attempts:
         return None
     seconds: dict[str, float] = defaultdict(float)
-    told, kept = list(notes), math.inf  # steps up to which no later attempt began anew
+    lacks, kept = list(notes), math.inf  # steps up to which no later attempt began anew
     for attempt in reversed(attempts):
-        own, first = dict(attempt.seconds), attempt.resumed or 0
-        steps, done = own.pop(STEPS, 0.0), attempt.step - first
+        parts, first = dict(attempt.seconds), attempt.resumed or 0
+        steps, done = parts.pop(STEPS, 0.0), attempt.step - first
         lost = steps * (attempt.step - min(max(kept, first), attempt.step)) / done if done > 0 else steps
         seconds[REDONE if done > 0 else UNFINISHED] += lost
         seconds[STEPS] += steps - lost
-        for part, spent in own.items():
+        for part, spent in parts.items():
             seconds[part] += spent
         # While a machine sleeps, no part goes on.
         seconds[OTHER] += max(0.0, attempt.now - attempt.began - sum(attempt.seconds.values()))
         kept = kept if attempt.resumed is None else min(kept, attempt.resumed)
     for before, after in pairwise(attempts):
         if before.end == COMPLETED:  # nobody waits for a run that is done
-            told.append(f"{before.end} and later continued: the time between is left out")
+            lacks.append(f"{before.end} and later continued: the time between is left out")
             continue
         same = bool(before.boot) and before.boot == after.boot
         gap = after.began - before.now if same else after.time - (after.now - after.began) - before.time
         seconds[RESTART] += max(0.0, gap)
         if gap < -1 and not same:
-            told.append(f"a clock went back {-gap:.0f} s from one attempt to the next: no time between them is counted")
+            lacks.append(
+                f"a clock went back {-gap:.0f} s from one attempt to the next: no time between them is counted"
+            )
     if attempts[0].resumed:
-        told.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
+        lacks.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
     parts = {part: spent for part, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent > 0}
     wall = sum(parts.values())
     ended = attempts if over or attempts[-1].end else attempts[:-1]
-    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, [*map(_end_of, ended)], told)
+    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, [*map(_end_of, ended)], lacks)
 
 
 def _end_of(attempt: Attempt) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class MlflowSink:
     def scalars(self, points: Sequence[LoggedStep]) -> None:
         from mlflow.entities import Metric
 
-        metrics = [Metric(tag, one.values[tag], int(1000 * one.when), one.step) for one in points for tag in one.values]
+        metrics = [
+            Metric(tag, value, int(1000 * when), step) for values, step, when in points for tag, value in values.items()
+        ]
         for start in range(0, len(metrics), METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + METRICS])
 

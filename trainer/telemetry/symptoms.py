@@ -85,11 +85,11 @@ class Facts:
 def symptoms(facts: Facts, recipe: Recipe) -> dict[str, str]:
     """What goes wrong, as sentences by their kinds."""
     sentences = ((kind, tell(facts, recipe)) for kind, tell in KINDS.items())
-    told = {kind: sentence for kind, sentence in sentences if sentence is not None}
+    warnings = {kind: sentence for kind, sentence in sentences if sentence is not None}
     for cause, follows in CAUSES.items():
-        if cause in told:
-            told.pop(follows, None)
-    return told
+        if cause in warnings:
+            warnings.pop(follows, None)
+    return warnings
 
 
 def _loss(facts: Facts, recipe: Recipe) -> str | None:

@@ -59,14 +59,14 @@ class LossBand:
         return statistics.median(loss for loss, _ in self._recent)
 
     def _is_far(self, loss: float, steps: int) -> bool:
-        if len(self._recent) < ENOUGH or self._start is None or min(one for one, _ in self._recent) < 0:
+        if len(self._recent) < ENOUGH or self._start is None or min(was for was, _ in self._recent) < 0:
             return False
         median = self._median()
         # Batches differ by factors rather than by amounts, and a mean over few steps scatters more than one over many.
-        above = [(math.log(max(one, SMALLEST) / max(median, SMALLEST)), n) for one, n in (*self._recent, (loss, steps))]
+        above = [(math.log(max(was, SMALLEST) / max(median, SMALLEST)), n) for was, n in (*self._recent, (loss, steps))]
         *around, new = [ratio * count**0.5 for ratio, count in above]
         far = new > DEVIATIONS * NORMAL * statistics.median(map(abs, around))
-        high = loss > max(TWICE * median, HIGHEST * max(one for one, _ in self._recent))
+        high = loss > max(TWICE * median, HIGHEST * max(was for was, _ in self._recent))
         # In a model that has learned much, one batch with a wrong label multiplies the loss of a step.
         least = self._start * (1 + 20 / steps**0.5)
         if self.guessing is not None:
@@ -124,12 +124,12 @@ class RankWatch:
         return self._judged(typical)
 
     def _judged(self, typical: Sequence[Sequence[float]]) -> Lag:
-        own = [data + compute for data, compute in typical]
-        rank = max(range(len(own)), key=own.__getitem__)
-        others = [place for place in range(len(own)) if place != rank]
+        times = [data + compute for data, compute in typical]
+        rank = max(range(len(times)), key=times.__getitem__)
+        others = [place for place in range(len(times)) if place != rank]
         data, compute = (typical[rank][n] - statistics.median(typical[place][n] for place in others) for n in (0, 1))
-        usual = statistics.median(own[place] for place in others)
-        lag = Lag(rank, own[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
+        usual = statistics.median(times[place] for place in others)
+        lag = Lag(rank, times[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
         if lag.behind <= SLOWER:
             self.suspect, self._row = None, []
         else:

@@ -75,8 +75,8 @@ def _whole_on_rank_0(
     """
     before = random_states([])
     model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(make_alike), PATIENCE)
-    found = description(model) if model is not None else ""
-    if found != world.broadcast_object(found) and model is not None:
+    digest = description(model) if model is not None else ""
+    if digest != world.broadcast_object(digest) and model is not None:
         model, reason = None, "without values it is another model"
     elif model is not None and not world.is_main and not any(tensor.is_meta for tensor in model.parameters()):
         reason = "it was given as a module: give the function or class that makes it"

@@ -225,9 +225,9 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     try:
         with run.strategy.weights(averages):
             sums = Sums(run.task)
-            found = evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look, sums=sums)
+            figures = evaluate(run.strategy, run.loader.evaluation(then), run.world, boundary, **look, sums=sums)
             noticing.note_classes(run, sums)
-            return found
+            return figures
     except (Interrupted, Preempted) as error:
         save_and_stop(run, type(error))
         raise

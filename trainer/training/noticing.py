@@ -37,7 +37,7 @@ def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
     fresh = sorted({*steps} - {*known})[: max(0, allowed + 1 - len(known))]  # after one too many all are left out
     known += fresh
     if fresh and len(known) <= allowed:
-        run.noticed.told.add("not finite")
+        run.noticed.announced.add("not finite")
         text = f"step {', '.join(map(str, fresh))}: a loss or gradient was not finite, so all ranks left it out"
         _notice(run, "not finite", f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})")
 
@@ -77,7 +77,7 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
 
 def _notice(run: Run, kind: str, sentence: str) -> None:
     """Tell at once of what may have passed by the epoch's end, and keep it among the warnings."""
-    run.noticed.told.add(kind)
+    run.noticed.announced.add(kind)
     run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
     run.tracker.facts({"warning": sentence})
     run.tracker.text("noticed", sentence, run.position.step)
@@ -96,8 +96,8 @@ def tell(run: Run) -> None:
     """A line for each thing that goes wrong and was not told yet."""
     look(run, over=False)
     for kind, sentence in run.noticed.warnings.items():
-        if kind not in run.noticed.told and (kind not in SPEED or run.noticed.strain.seconds > LONG):
-            run.noticed.told.add(kind)
+        if kind not in run.noticed.announced and (kind not in SPEED or run.noticed.strain.seconds > LONG):
+            run.noticed.announced.add(kind)
             run.tracker.facts({"warning": sentence})
 
 

@@ -84,8 +84,8 @@ class RankSync:
             before = self._window
             self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
         first = run.timer.seen <= max(1, steps)
-        pace, own = seconds / max(1, steps), run.strategy.own
-        mine = None if own is None else (pace, waited / max(1, steps), own.lap())
+        pace, watch = seconds / max(1, steps), run.strategy.forward_watch
+        mine = None if watch is None else (pace, waited / max(1, steps), watch.lap())
         agreed = self.exchange(step, pace, math.fsum(losses), len(losses), bad, first, mine)
         if agreed.ranks and not first:
             with run.ledger.span("logging"):
@@ -102,7 +102,7 @@ class RankSync:
         steps: int = 0,
         bad: bool = False,
         first: bool = False,
-        own: tuple[float, float, float] | None = None,
+        mine: tuple[float, float, float] | None = None,
     ) -> Agreed:
         """Send all ranks what this one knows, and set when to synchronise next.
 
@@ -110,7 +110,7 @@ class RankSync:
             done: steps, or batches of an evaluation.
             pace: seconds of one, lately.
             first: whether that was the first of all, in which much is made ready.
-            own: this rank's part of `Agreed.ranks`.
+            mine: this rank's part of `Agreed.ranks`.
         """
         run, window = self.run, self._window
         received = run.interrupts.received
@@ -119,9 +119,9 @@ class RankSync:
         due = run.world.is_main and snapshots.is_due(run)
         signals = (received is not None and received.name == "SIGINT", received is not None)
         row = [loss, seconds, bad, *signals, late, run.saver.error is not None, due]
-        places = [0.0] * len(own) * run.world.size if own else []  # each rank adds its own to zeros
-        if own:
-            places[3 * run.world.rank : 3 * run.world.rank + 3] = own
+        places = [0.0] * len(mine) * run.world.size if mine else []  # each rank adds its own to zeros
+        if mine:
+            places[3 * run.world.rank : 3 * run.world.rank + 3] = mine
         summed = run.world.sum_(torch.tensor([*row, *places], dtype=torch.float64)).tolist()
         loss, seconds, wrong, interrupted, stopped, over, unsaved, save = summed[: len(row)]
         ranks = [summed[place : place + 3] for place in range(len(row), len(summed), 3)]

@@ -218,8 +218,8 @@ def parts(run: Run) -> dict[str, float]:
 
 def goodput(run: Run) -> dict[str, float]:
     """TensorBoard's value, on rank 0."""
-    found = run.tracker.journal.goodput()
-    return {"speed/goodput_pct": 100 * found["fraction"]} if found else {}
+    total = run.tracker.journal.goodput()
+    return {"speed/goodput_pct": 100 * total["fraction"]} if total else {}
 
 
 def saves(run: Run) -> dict[str, float] | None:

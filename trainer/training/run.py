@@ -55,7 +55,7 @@ class Noticed:
         classes: held-out samples of each class (`actual`) and those predicted as it, in the last epoch and the one
             before; empty where a task does not count them.
         warnings: what goes wrong, as sentences by kind.
-        told: the kinds of which there was a word already.
+        announced: the kinds of which there was a word already.
         lasting: warnings of what has passed since, by kind.
         band: of the recent losses, where images are real.
         ranks: which of them holds up the others, where all do the same work.
@@ -66,7 +66,7 @@ class Noticed:
     strain: Strain = field(default_factory=Strain)
     classes: list[dict[str, list[int]]] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    announced: set[str] = field(default_factory=set)
     lasting: dict[str, str] = field(default_factory=dict)
     band: LossBand | None = None
     ranks: RankWatch = field(default_factory=RankWatch)

@@ -85,7 +85,7 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
             continue
         now, worker = heapq.heappop(events)
         first, count, began = queues[worker].pop(0)
-        policy.observe(worker, count, now - began)
+        policy.speeds[worker].observe(count, now - began)
         if queues[worker]:
             begin(worker)
         if first not in done:
@@ -241,7 +241,7 @@ def test_who_is_alone_gets_its_second_batch_while_it_does_the_first():
 
 def test_fixed_batches_do_not_change():
     policy = Batching(["cpu"], 32)
-    policy.observe(0, 32, 100.0, 1 << 40)
+    policy.speeds[0].observe(32, 100.0, 1 << 40)
     assert policy.size(0) == 32 and policy.take(0, {0: 0}, 1000) == 32 and policy.take(0, {0: 0}, 7) == 7
     assert policy.window >= 64
     assert policy.expected(0, 32) == pytest.approx(100.0)

@@ -80,6 +80,8 @@ class Strategy:
         self.device = self.world.device
         self.home = self.device  # where parameters, gradients and optimizer are between passes
         self.shard = self.data_shard(self.recipe, self.world)
+        # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
+        self.divisor = self.world.size if self.recipe.traits.every_sample else 1
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.known = dict(context.known)
         # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
@@ -145,13 +147,13 @@ class Strategy:
         Returns:
             weight x summed loss of the rows this rank has outputs for, 0-dim, detached, on the device.
         """
-        scale = weight * len(batch.targets)
+        scale = weight * self.divisor * len(batch.targets)
         with self.watched_forward():
             outputs = self.outputs(batch.inputs)
         loss = self.loss(outputs, batch.targets)
         loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
-        return loss.detach()
+        return loss.detach() if self.divisor == 1 else loss.detach() / self.divisor
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Held over a forward pass of training."""

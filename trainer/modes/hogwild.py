@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.data import Batch
 from trainer.errors import SetupError
 from trainer.modes.base import Strategy
 from trainer.processes.memory_file import Address, MemoryFile, OtherProcessError, aligned
@@ -37,11 +36,6 @@ class Hogwild(Strategy):
         self.world.barrier()
         if file:
             file.close()
-
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
-        size = self.world.size
-        return super().forward_backward(batch, weight * size, sync) / size
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Wait until every worker has done its steps; rank 0's moving averages are the truth."""

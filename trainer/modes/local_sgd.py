@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Batch
 from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
 from trainer.modes.base import Communication, Context, Strategy
@@ -89,11 +88,6 @@ class LocalSGD(Strategy):
         if section.outer_copies and self.world.size > 1:
             trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
             self.outer = OuterSGD(trained, section.outer_lr, section.momentum)
-
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        """Gradients of the mean over this worker's own batch; the loss is its share of the mean over all."""
-        size = self.world.size
-        return super().forward_backward(batch, weight * size, sync) / size
 
     def after_step(self, step: int) -> None:
         every = self.recipe.local_sgd.every

@@ -81,12 +81,6 @@ class Batching:
         """Items that may be in flight, from the caller's iterable to the caller."""
         return WINDOW * sum(self.size(worker) for worker in range(len(self.speeds)))
 
-    def observe(self, worker: int, items: int, seconds: float, size: int = 0) -> None:
-        self.speeds[worker].observe(items, seconds, size)
-
-    def shrink(self, worker: int, items: int) -> None:
-        self.speeds[worker].shrink(items)
-
     def expected(self, worker: int, items: int) -> float | None:
         """Seconds that so many items should take, or None before a measurement of it or of another of its kind."""
         alike = [speed.rate for speed, kind in zip(self.speeds, self.kinds, strict=True) if kind == self.kinds[worker]]

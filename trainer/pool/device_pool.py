@@ -215,11 +215,6 @@ class DevicePool:
 
 
 def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int) -> Start:
-    if method == "fork":
-        raise RecipeError(
-            "start_method='fork' copies locks that threads of this process hold (OpenMP's, CUDA's), and hangs: use "
-            "'forkserver' or 'spawn'"
-        )
     one_of("start_method", method, "forkserver", "spawn")
     me = process.current_process()
     if getattr(me, "_inheriting", False):

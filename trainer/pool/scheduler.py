@@ -209,7 +209,7 @@ class Scheduler:
             return
         task.holders -= 1
         if not task.tries:  # a repeated single item says little about batches
-            self.batching.observe(seat.index, len(task.items), answer.seconds, answer.bytes)
+            self.batching.speeds[seat.index].observe(len(task.items), answer.seconds, answer.bytes)
             for stream in self.streams:
                 stream.window = self.batching.window
         if task.done:
@@ -231,7 +231,7 @@ class Scheduler:
         if type(results[0]) is Failure and results[0].whole:
             results = results * len(chunk.items)
             if results[0].memory:
-                self.batching.shrink(seat.index, len(chunk.items))
+                self.batching.speeds[seat.index].shrink(len(chunk.items))
         for single, result in zip(chunk.singles(chunk.tries + 1), results, strict=True):
             if type(result) is not Failure:
                 seat.done += 1

@@ -47,8 +47,14 @@ class NullFolder:
     def __init__(self) -> None:
         self.settled: dict[str, Any] = {}
 
-    def check(self) -> None:
-        """Before anything is saved: the folder is still this run's."""
+    def check(self) -> None: ...
+    def remember(self, known: Mapping[str, Any]) -> None: ...
+
+    def known(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        return {}
+
+    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        return {}
 
 
 class RunFolder(NullFolder):
@@ -111,22 +117,19 @@ class RunFolder(NullFolder):
             SetupError: it was removed, renamed or emptied.
         """
         with self._one_check:
-            self._check()
-
-    def _check(self) -> None:
-        try:
-            owner = read(self.path / LOCK, 1000).decode(errors="replace")
-        except FileNotFoundError:
-            if not os.path.lexists(self.path / "recipe.yaml"):
-                raise SetupError(
-                    f"{self.path} was removed, renamed or emptied while its run was at work, which ends here and saves "
-                    "nothing more: what it had saved can be continued wherever that is now, with resume=auto"
-                ) from None
-            gone, self._lock = self._lock, locks.hold(self.path, "run", LOCK)
-            os.close(gone)
-            owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
-        except OSError as error:
-            raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
+            try:
+                owner = read(self.path / LOCK, 1000).decode(errors="replace")
+            except FileNotFoundError:
+                if not os.path.lexists(self.path / "recipe.yaml"):
+                    raise SetupError(
+                        f"{self.path} was removed, renamed or emptied while its run was at work, which ends here and "
+                        "saves nothing more: what it had saved can be continued wherever that is now, with resume=auto"
+                    ) from None
+                gone, self._lock = self._lock, locks.hold(self.path, "run", LOCK)
+                os.close(gone)
+                owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
+            except OSError as error:
+                raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
         if owner != signature():
             raise FolderInUseError(
                 f"{self.path} is another run's by now (its {LOCK} was removed): this one ends and saves no more"

@@ -53,7 +53,6 @@ class NullTracker:
     def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None: ...
     def evaluating(self, done: int, total: int, speed: float) -> None: ...
     def result(self, result: Mapping[str, Any]) -> None: ...
-    def remember(self, known: Mapping[str, Any]) -> None: ...
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
     def replace(self, name: str, text: str) -> None: ...
     def flush(self) -> None: ...
@@ -61,12 +60,6 @@ class NullTracker:
 
     def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
         return len(facts)
-
-    def known(self) -> dict[str, Any]:
-        return {}
-
-    def previous_result(self) -> dict[str, Any]:
-        return {}
 
 
 class Tracker(NullTracker):
@@ -219,18 +212,6 @@ class Tracker(NullTracker):
         self._completed = result.get("status") == "completed"
         if self._loggers is not None:
             self._loggers.result(result)
-
-    def known(self) -> dict[str, Any]:
-        """What an earlier part of the run measured to choose how to run."""
-        return self.folder.known(self.say)
-
-    def remember(self, known: Mapping[str, Any]) -> None:
-        """Keep it for later parts."""
-        self.folder.remember(known)
-
-    def previous_result(self) -> dict[str, Any]:
-        """result.json of an earlier part of the run, empty where there is none."""
-        return self.folder.previous_result(self.say)
 
     def keep(self, name: str, text: Callable[[], str]) -> None:
         """A text in the run folder; one that is there already stays."""

@@ -174,7 +174,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     speed = history.validation["val_samples"] / (time.perf_counter() - trained)
     note_skipped(run)
     if run.loader.measured_workers:
-        tracker.remember({**run.strategy.known, WORKERS: run.loader.measured_workers})
+        tracker.folder.remember({**run.strategy.known, WORKERS: run.loader.measured_workers})
     improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
@@ -263,7 +263,7 @@ def finish(run: Run) -> Result:
     result = reporting.result(run, "completed")
     result["verdict"] = verdict.to_dict() if verdict else None
     if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
-        previous = run.tracker.previous_result()
+        previous = run.tracker.folder.previous_result(run.tracker.say)
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)

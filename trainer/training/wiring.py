@@ -178,7 +178,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.state, world, say)
-    known = world.broadcast_object(resolved.tracker.known())
+    known = world.broadcast_object(resolved.tracker.folder.known(say))
     facts = facts_of(model, resolved)
     example = data.example(most_rows(recipe, resolved.shard.count))
     context = Context(recipe, world, task, example, len(data.train), known=known, say=say)
@@ -203,7 +203,7 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
 def begin(run: Run, resolved: Resolved) -> None:
     """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
     recipe, data, tracker = run.recipe, run.datasets, run.tracker
-    tracker.remember(run.strategy.known)
+    tracker.folder.remember(run.strategy.known)
     run.average = MovingAverage(run.weights(), recipe.ema) if recipe.ema is not None else None
     seed_ranks(recipe.seed, run.world.rank)
     if data.split_table is not None:

@@ -12,8 +12,15 @@ from torch import nn
 from trainer.errors import DeviceMemoryError
 from trainer.models.balance import BlockCost, stage_seconds
 from trainer.models.partition import trace
-from trainer.modes.pipeline.tuning import FINALISTS, ROUNDS, Pipe, Plan, Trial, find_plan, key_of, predict, recall
+from trainer.modes.pipeline.torch_schedules import step_and_bubble
+from trainer.modes.pipeline.tuning import FINALISTS, ROUNDS, Pipe, Plan, Trial, find_plan, key_of, recall
 from trainer.recipe import MEASURED, load
+
+
+def predicted(asked, microbatches, stages):
+    """Seconds of a step and its bubble."""
+    return step_and_bubble(asked.schedules[0][0], asked.workers, microbatches, stages)
+
 
 TRACED = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))  # cuts "0" to "4", after each layer but the last
 DIVISORS = tuple(m for m in range(1, 97) if 96 % m == 0)
@@ -170,7 +177,7 @@ def test_cuts_are_those_of_the_shortest_step_in_the_order_of_the_schedule():
         plan, known = bench.find(asked)
         costs = bench.probe(12)
         steps = {
-            cuts: predict(asked, 8, stage_seconds(TRACED, cuts, costs))[0] for cuts in combinations(TRACED.cuts, 3)
+            cuts: predicted(asked, 8, stage_seconds(TRACED, cuts, costs))[0] for cuts in combinations(TRACED.cuts, 3)
         }
         assert known["predicted"]["step_seconds"] == pytest.approx(steps[plan.cuts])
         longer.append(steps[plan.cuts] / min(steps.values()))
@@ -282,20 +289,20 @@ def test_a_plan_that_was_damaged_is_measured_again(damage):
 )
 def test_predictions_by_hand(schedule, stages, microbatches, seconds, bubble):
     asked = Pipe(len(stages), ((schedule, len(stages)),), 96, (microbatches,))
-    assert predict(asked, microbatches, stages) == pytest.approx((seconds, bubble))
+    assert predicted(asked, microbatches, stages) == pytest.approx((seconds, bubble))
 
 
 def test_predictions_with_several_stages_a_worker():
     """4 stages of (1, 2) on 2 workers: 4 micro-batches and half a one of 6 seconds each; then of torch's own order."""
     asked = Pipe(2, (("interleaved1f1b", 4),), 96, (4,))
-    assert predict(asked, 4, [(1, 2)] * 4) == pytest.approx((27, 1 / 9))
-    assert predict(asked, 4, [(1, 2)] * 3 + [(2, 2)]) == pytest.approx((31, 5 / 31))  # 28 s of work on the slower one
+    assert predicted(asked, 4, [(1, 2)] * 4) == pytest.approx((27, 1 / 9))
+    assert predicted(asked, 4, [(1, 2)] * 3 + [(2, 2)]) == pytest.approx((31, 5 / 31))  # 28 s of work on the slower one
 
 
 def test_what_was_predicted_is_told_of_the_plan_that_was_taken():
     bench = Bench(busy=(1, 2), seconds=lambda plan: {"2": 2.0, "3": 1.0, "4": 3.0}[plan.cuts[0]])
     plan, known = bench.find(pipe(*DIVISORS))
-    seconds, bubble = predict(pipe(*DIVISORS), plan.microbatches, known["stage_seconds"])
+    seconds, bubble = predicted(pipe(*DIVISORS), plan.microbatches, known["stage_seconds"])
     assert known["predicted"] == {"step_seconds": seconds, "bubble": bubble}
     assert [sum(pair) * plan.microbatches / 96 for pair in known["stage_seconds"]] == pytest.approx([4, 2])
 

@@ -107,14 +107,6 @@ def seconds_of(stages: Sequence[tuple[float, float]]) -> dict[tuple[str, int], f
     return {(kind, stage): cost for stage, pair in enumerate(stages) for kind, cost in zip("FB", pair, strict=True)}
 
 
-def length_and_bubble(
-    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
-) -> tuple[float, float]:
-    """Seconds of a step in which each worker does its actions as soon as it can, and the share in which it waits."""
-    spans = simulate(orders, seconds, transfer)
-    return max(span.end for span in spans), idle_share(spans, len(orders))
-
-
 def simulate(
     orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
 ) -> list[Span]:

@@ -111,7 +111,8 @@ def step_and_bubble(
     `transfer`: seconds between the end of an action and the start of the one that waits for it on another worker.
     """
     order = pipeline_order(schedule, workers, len(stages) // workers, microbatches, stages)
-    return orders.length_and_bubble(order, orders.seconds_of(stages), transfer)
+    spans = orders.simulate(order, orders.seconds_of(stages), transfer)
+    return max(span.end for span in spans), orders.idle_share(spans, workers)
 
 
 class as_raised:

@@ -127,7 +127,7 @@ def find_plan(
     if len(plans) > 1:
         best, trials, stable = _run(traced, recipe, pipe, plans, costs, trial)
     of_best = stage_seconds(traced, best.cuts, costs[best.microbatches])
-    seconds, bubble = predict(pipe, best.microbatches, of_best, best.schedule)
+    seconds, bubble = step_and_bubble(best.schedule, pipe.workers, best.microbatches, of_best)
     return best, {
         "key": key,
         "plan": asdict(best),
@@ -158,7 +158,7 @@ def _planned(
 
     @cache
     def seconds(cuts: tuple[str, ...]) -> float:
-        return predict(pipe, microbatches, stage_seconds(traced, cuts, costs), schedule)[0]
+        return step_and_bubble(schedule, pipe.workers, microbatches, stage_seconds(traced, cuts, costs))[0]
 
     def least(cuts: tuple[str, ...]) -> float:
         """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
@@ -270,16 +270,6 @@ def counts_to_try(pipe: Pipe) -> list[int]:
     return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
 
 
-def predict(
-    pipe: Pipe, microbatches: int, stages: Sequence[tuple[float, float]], schedule: str | None = None
-) -> tuple[float, float]:
-    """Seconds of a step and its bubble, from the seconds of each stage, transfers left out.
-
-    `schedule`: instead of the pipe's first.
-    """
-    return step_and_bubble(schedule or pipe.schedules[0][0], pipe.workers, microbatches, stages)
-
-
 def _run(
     traced: Traced,
     recipe: Recipe,
@@ -302,7 +292,7 @@ def _run(
 
     def predicted(plan: Plan) -> float:
         seconds = stage_seconds(traced, plan.cuts, costs[plan.microbatches])
-        return predict(pipe, plan.microbatches, seconds, plan.schedule)[0]
+        return step_and_bubble(plan.schedule, pipe.workers, plan.microbatches, seconds)[0]
 
     promising = sorted(plans, key=predicted)
     firsts = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}

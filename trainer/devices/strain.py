@@ -29,21 +29,13 @@ THROTTLES = {0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
 
 @dataclass(frozen=True)
 class Strain:
-    """What kept the machine from computing since a moment; nothing where it is not known.
+    """What kept the machine from computing since a moment; nothing where it is not known."""
 
-    Attributes:
-        seconds: since then.
-        others: share of the time of the cores that other programs had, while this one was ready to compute.
-        ready: share of the time that a thread of this process was ready to compute and had no core.
-        quota: cores that the container is allowed, where that stopped its processes.
-        throttled: what slowed a device down, as in "cuda:0 by heat".
-    """
-
-    seconds: float = 0.0
-    others: float = 0.0
-    ready: float = 0.0
-    quota: float | None = None
-    throttled: str = ""
+    seconds: float = 0.0  # since then
+    others: float = 0.0  # share of the time of the cores that other programs had, while this one was ready to compute
+    ready: float = 0.0  # share of the time that a thread of this process was ready to compute and had no core
+    quota: float | None = None  # cores that the container is allowed, where that stopped its processes
+    throttled: str = ""  # what slowed a device down, as in "cuda:0 by heat"
 
 
 class StrainMeter:

@@ -111,16 +111,13 @@ def _environment(given: Mapping[str, bytes], modules: Path) -> dict[str, str]:
 
 
 class _Copy(threading.Thread):
-    """Copies a child's output to ours until it ends, but for its error, which is raised.
-
-    Attributes:
-        last: the last line that the child printed of its end.
-        end: the last line of all, for a child that printed nothing of its end.
-    """
+    """Copies a child's output to ours until it ends, but for its error, which is raised."""
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
         super().__init__(name="output", daemon=True)
-        self.source, self.target, self.last, self.end = source, target, "", ""
+        self.source, self.target = source, target
+        self.last = ""  # the last line that the child printed of its end
+        self.end = ""  # the last line of all, for a child that printed nothing of its end
         self.start()
 
     def run(self) -> None:

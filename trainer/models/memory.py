@@ -54,19 +54,12 @@ def saved_buffers(module: nn.Module) -> int:
 
 
 class Pass(NamedTuple):
-    """Bytes of one forward and backward pass of a micro-batch, beyond what is resident.
+    """Bytes of one forward and backward pass of a micro-batch, beyond what is resident."""
 
-    Attributes:
-        saved: between forward and backward, outputs included and inputs not.
-        forward: most at once in the forward pass.
-        peak: most at once over both.
-        received: of the inputs, where they come from another stage.
-    """
-
-    saved: int
-    forward: int
-    peak: int
-    received: int = 0
+    saved: int  # between forward and backward, outputs included and inputs not
+    forward: int  # most at once in the forward pass
+    peak: int  # most at once over both
+    received: int = 0  # of the inputs, where they come from another stage
 
 
 def measure(

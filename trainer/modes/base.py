@@ -36,26 +36,17 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a mode is given, once.
-
-    Attributes:
-        recipe, world: of this rank.
-        task: whose loss is made small.
-        example: a micro-batch on this rank.
-        samples: of an epoch, over all ranks.
-        scale: fp16's, of a loss before its backward pass.
-        known: what was measured before to choose how to run, as `Strategy.known` holds it.
-        say: prints a message, on rank 0.
-    """
+    """What a mode is given, once."""
 
     recipe: Recipe
-    world: World
-    task: Task
-    example: Example
-    samples: int = 0
-    scale: Callable[[Tensor], Tensor] | None = None
+    world: World  # of this rank
+    task: Task  # whose loss is made small
+    example: Example  # a micro-batch on this rank
+    samples: int = 0  # of an epoch, over all ranks
+    scale: Callable[[Tensor], Tensor] | None = None  # fp16's, of a loss before its backward pass
+    # What was measured before to choose how to run, as `Strategy.known` holds it
     known: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = lambda message: None
+    say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
 
 
 def compile_in_place(module: nn.Module) -> None:

@@ -14,15 +14,10 @@ from trainer.recipe import Recipe
 
 
 class Roles(NamedTuple):
-    """What parameters are in the whole model, by their plain names; a rank may hold a part of them.
+    """What parameters are in the whole model, by their plain names; a rank may hold a part of them."""
 
-    Attributes:
-        rates: factors of the learning rate; 1 where it is not here.
-        matrices: those that Muon trains, convolutions among them.
-    """
-
-    rates: Mapping[str, float] = {}
-    matrices: frozenset[str] = frozenset()
+    rates: Mapping[str, float] = {}  # factors of the learning rate; 1 where it is not here
+    matrices: frozenset[str] = frozenset()  # those that Muon trains, convolutions among them
 
 
 def roles_of(model: nn.Module, recipe: Recipe) -> Roles:

@@ -17,18 +17,13 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 
 
 class MemoryFile:
-    """A file in memory, mapped; it grows.
-
-    Attributes:
-        descriptor: this process's, until `close`. Maps stay as long as they are used.
-        memory: its bytes, as far as they are mapped.
-    """
+    """A file in memory, mapped; it grows."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+        self.descriptor = descriptor  # this process's, until `close`; maps stay as long as they are used
         self.close = weakref.finalize(self, os.close, descriptor)
         self.close.atexit = False
-        self.memory = mmap.mmap(descriptor, 0)
+        self.memory = mmap.mmap(descriptor, 0)  # its bytes, as far as they are mapped
 
     @classmethod
     def create(cls, name: str, size: int, refusal: str) -> MemoryFile:

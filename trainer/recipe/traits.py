@@ -16,43 +16,29 @@ Exchange = Literal["nothing", "gradients", "shards", "copies", "activations", "w
 
 @dataclass(frozen=True)
 class Traits:
-    """One mode.
+    """One mode."""
 
-    Attributes:
-        when: to take it, for the table of README and guide; two lines, of one process and of several, where it can be
-            either.
-        processes: that train. `either` is the recipe's choice: see `Recipe.processes`.
-        many_devices: one process may drive several devices.
-        shares_devices: several processes may drive one device.
-        shared_memory: the weights are in memory that all processes share: the CPU's, of one machine.
-        exchanges: what goes between devices. Gradients are all-reduced in every step; shards of the weights are
-            gathered, and those of the gradients reduced, block by block in every pass; copies of the model go out, and
-            gradients come back, in every pass; activations and their gradients go from stage to stage; weights are
-            averaged every epoch or every few steps.
-        staged: the model is cut into stages on several devices.
-        micro_batches: of which stages work on several at the same time.
-        reference: the mode that the others are compared with.
-        same_maths: as the reference, to float tolerance.
-        every_sample: each process uses all samples of its own shard, rather than a share of every full global batch.
-        private: what differs from process to process and is saved for each: model, optimizer, ema, scaler.
-        refuses: options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
-        also_called: by other programs, lower case, without dashes and underscores.
-    """
-
+    # When to take it, for README and guide; two lines, of one process and of several, where it can be either.
     when: tuple[str, ...]
-    processes: Processes = "one"
-    many_devices: bool = False
-    shares_devices: bool = False
-    shared_memory: bool = False
+    processes: Processes = "one"  # that train; `either` is the recipe's choice: see `Recipe.processes`
+    many_devices: bool = False  # one process may drive several devices
+    shares_devices: bool = False  # several processes may drive one device
+    shared_memory: bool = False  # the weights are in memory that all processes share: the CPU's, of one machine
+    # What goes between devices. Gradients are all-reduced in every step; shards of the weights are gathered, and of the
+    # gradients reduced, block by block in every pass; copies of the model go out, and gradients come back, in every
+    # pass; activations and their gradients go from stage to stage; weights are averaged every epoch or few steps.
     exchanges: Exchange = "nothing"
-    staged: bool = False
-    micro_batches: bool = False
-    reference: bool = False
-    same_maths: bool = True
+    staged: bool = False  # the model is cut into stages on several devices
+    micro_batches: bool = False  # of which stages work on several at the same time
+    reference: bool = False  # the mode that the others are compared with
+    same_maths: bool = True  # as the reference, to float tolerance
+    # Each process uses all samples of its own shard, rather than a share of every full global batch.
     every_sample: bool = False
+    # What differs from process to process and is saved for each: model, optimizer, ema, scaler.
     private: tuple[str, ...] = ()
+    # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: Mapping[str, str] = field(default_factory=dict)
-    also_called: str = ""
+    also_called: str = ""  # by other programs, lower case, without dashes and underscores
 
     @property
     def single_device(self) -> bool:

@@ -37,48 +37,30 @@ EVERY = 1.0  # seconds between two states of a line
 
 
 class Attempt(BaseModel):
-    """One line: from a process's beginning to its end.
-
-    Attributes:
-        boot: which start of which machine the seconds since boot are of; empty where the system does not tell.
-        began, now: in seconds since boot, which no change of a clock moves: the beginning, and when this was written.
-        time: of `now`, in seconds since 1970.
-        resumed: the step from which it went on; None before it has begun to train.
-        step: how far it has come.
-        seconds: by part.
-        end: why it ended; None while it runs, and where it was killed.
-        noticed: what went wrong meanwhile, as sentences with their steps.
-    """
+    """One line: from a process's beginning to its end."""
 
     host: str
-    boot: str
-    began: float
-    now: float
-    time: float
-    resumed: int | None = None
-    step: int = 0
-    seconds: dict[str, float]
-    end: str | None = None
-    noticed: list[str] = []
+    boot: str  # which start of which machine the seconds since boot are of; empty where the system does not tell
+    began: float  # in seconds since boot, which no change of a clock moves
+    now: float  # likewise: when this was written
+    time: float  # of `now`, in seconds since 1970
+    resumed: int | None = None  # the step from which it went on; None before it has begun to train
+    step: int = 0  # how far it has come
+    seconds: dict[str, float]  # by part
+    end: str | None = None  # why it ended; None while it runs, and where it was killed
+    noticed: list[str] = []  # what went wrong meanwhile, as sentences with their steps
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time went into useful steps.
+    """How much of a run's time went into useful steps."""
 
-    Attributes:
-        fraction: of `wall_s`, the seconds from the first attempt's beginning to the last one's latest word.
-        seconds: by part; they add up to `wall_s`.
-        ends: of each attempt that has ended: `time`, `step`, `cause`.
-        notes: what these figures lack.
-    """
-
-    fraction: float
+    fraction: float  # of `wall_s`, the seconds from the first attempt's beginning to the last one's latest word
     wall_s: float
     attempts: int
-    seconds: dict[str, float]
-    ends: list[dict[str, Any]]
-    notes: list[str]
+    seconds: dict[str, float]  # by part; they add up to `wall_s`
+    ends: list[dict[str, Any]]  # of each attempt that has ended: `time`, `step`, `cause`
+    notes: list[str]  # what these figures lack
 
 
 class NullJournal:

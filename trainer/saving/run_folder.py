@@ -32,19 +32,14 @@ LOCK = ".lock"  # its file names the job that holds the folder, or held it last
 
 
 class NullFolder:
-    """Of a rank that has no run folder.
-
-    Attributes:
-        path: the folder.
-        resuming: whether the newest good checkpoint in it is to be continued.
-        replaced: whether a run that ended before it saved anything made way.
-        settled: keys of the recipe that the run to be continued chose, where this recipe leaves them open.
-    """
+    """Of a rank that has no run folder."""
 
     path: Path | None = None
-    resuming = replaced = False
+    resuming = False  # whether the newest good checkpoint in it is to be continued
+    replaced = False  # whether a run that ended before it saved anything made way
 
     def __init__(self) -> None:
+        # Keys of the recipe that the run to be continued chose, where this recipe leaves them open.
         self.settled: dict[str, Any] = {}
 
     def check(self) -> None: ...

@@ -30,29 +30,17 @@ LEAVING = 3.0  # seconds that other ranks' files are waited for once this one en
 
 @dataclass(frozen=True)
 class Save:
-    """What a rank writes of one step.
+    """What a rank writes of one step."""
 
-    Attributes:
-        folder: of the run.
-        draft: where files of a checkpoint go, which rank 0 has made; None where none are needed.
-        sealed: whether the draft becomes a checkpoint, and is not only read for files of weights.
-        state: what this rank has of it, in host memory.
-        peers: the other ranks that write into the draft.
-        weights: the files of weights, and each one's metadata.
-        evaluated: the part of the state that they hold.
-        keep: checkpoints.
-        check: raises where nothing may be saved any more.
-    """
-
-    folder: Path
-    draft: Path | None
-    sealed: bool
-    state: State
-    peers: frozenset[int]
-    weights: Mapping[Path, dict[str, str]]
-    evaluated: str
-    keep: int
-    check: Callable[[], None]
+    folder: Path  # of the run
+    draft: Path | None  # where files of a checkpoint go, which rank 0 has made; None where none are needed
+    sealed: bool  # whether the draft becomes a checkpoint, and is not only read for files of weights
+    state: State  # what this rank has of it, in host memory
+    peers: frozenset[int]  # the other ranks that write into the draft
+    weights: Mapping[Path, dict[str, str]]  # the files of weights, and each one's metadata
+    evaluated: str  # the part of the state that they hold
+    keep: int  # checkpoints
+    check: Callable[[], None]  # raises where nothing may be saved any more
 
 
 class Cost(NamedTuple):
@@ -65,23 +53,16 @@ class Cost(NamedTuple):
 
 
 class Saver:
-    """Writes one save at a time, in a thread.
-
-    Attributes:
-        error: why the last save failed.
-        committed: the step of the newest checkpoint, as far as this rank wrote it.
-        costs: of each save that is done.
-        begun: `time.perf_counter()` of when the last save was asked for.
-        blocked: seconds for which training stood still for it.
-    """
+    """Writes one save at a time, in a thread."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         """`timeout`: seconds that rank 0 waits for the files of the others once it has written its own."""
         self.rank, self.timeout = rank, timeout
-        self.error: Exception | None = None
-        self.committed = 0
-        self.costs: list[Cost] = []
-        self.begun, self.blocked = time.perf_counter(), 0.0
+        self.error: Exception | None = None  # why the last save failed
+        self.committed = 0  # the step of the newest checkpoint, as far as this rank wrote it
+        self.costs: list[Cost] = []  # of each save that is done
+        self.begun = time.perf_counter()  # when the last save was asked for
+        self.blocked = 0.0  # seconds for which training stood still for it
         self._took: tuple[int, float, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None

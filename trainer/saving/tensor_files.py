@@ -51,17 +51,11 @@ _SLICES = TypeAdapter(dict[str, tuple[NonNegativeInt, list[NonNegativeInt]]])
 
 
 class Piece(NamedTuple):
-    """A part of one of the whole model's tensors, or all of it.
+    """A part of one of the whole model's tensors, or all of it."""
 
-    Attributes:
-        local: this rank's rows of it.
-        shape: of the whole.
-        start: the first of the rows.
-    """
-
-    local: Tensor
-    shape: torch.Size
-    start: int = 0
+    local: Tensor  # this rank's rows of it
+    shape: torch.Size  # of the whole
+    start: int = 0  # the first of the rows
 
     @property
     def is_whole(self) -> bool:

@@ -244,17 +244,13 @@ class Stopwatch:
 
 
 class Ledger:
-    """Seconds of a process by what it does: at each moment one part, so that they add up.
-
-    Attributes:
-        begun: `time.perf_counter()` of when it was made.
-    """
+    """Seconds of a process by what it does: at each moment one part, so that they add up."""
 
     def __init__(self, part: str, devices: Sequence[torch.device] = ()) -> None:
         """It begins with this part."""
         self.devices = devices
         self.seconds: dict[str, float] = {}
-        self.begun = self._since = time.perf_counter()
+        self.begun = self._since = time.perf_counter()  # when it was made
         self._part = part
         self._first: float | None = None  # seconds of the first step, until those of the next ones are known
         self._ended = 0.0  # seconds of steps that have ended

@@ -31,40 +31,24 @@ BRIEF = 1.0  # seconds: what other programs do in less says nothing of a run
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run at the end of an epoch, or of its last.
+    """What is known of a run at the end of an epoch, or of its last."""
 
-    Attributes:
-        over: whether no more is trained.
-        step, steps: those done, and those of the whole run.
-        epoch_steps, warmup: steps of an epoch, and the first ones, in which the learning rate rises.
-        losses: mean training loss of each epoch.
-        validation: metrics of the last epochs, up to this one.
-        classes: outputs of a classification with the shipped loss and no class weights; None elsewhere.
-        names: of the classes.
-        actual, predicted, before: held-out samples of each class, those predicted as it, and those in the epoch before;
-            empty where that is not known.
-        labelled: whether the labels of the training images are known, so that classes can be balanced.
-        throughput: of the run so far.
-        strain: of the machine.
-        skipped: steps that were left out because a loss or gradient was not finite.
-    """
-
-    over: bool
-    step: int
-    steps: int
-    epoch_steps: int
-    warmup: int = 0
-    losses: Sequence[float] = ()
-    validation: Sequence[Mapping[str, float]] = ()
-    classes: int | None = None
-    names: Sequence[str] = ()
-    actual: Sequence[int] = ()
-    predicted: Sequence[int] = ()
-    before: Sequence[int] = ()
-    labelled: bool = False
-    throughput: Throughput | None = None
-    strain: Strain = field(default_factory=Strain)
-    skipped: Sequence[int] = ()
+    over: bool  # whether no more is trained
+    step: int  # steps done
+    steps: int  # of the whole run
+    epoch_steps: int  # of an epoch
+    warmup: int = 0  # the first steps, in which the learning rate rises
+    losses: Sequence[float] = ()  # mean training loss of each epoch
+    validation: Sequence[Mapping[str, float]] = ()  # metrics of the last epochs, up to this one
+    classes: int | None = None  # outputs of a classification with the shipped loss and no class weights; None elsewhere
+    names: Sequence[str] = ()  # of the classes
+    actual: Sequence[int] = ()  # held-out samples of each class; empty where that is not known, as the next two
+    predicted: Sequence[int] = ()  # those predicted as it
+    before: Sequence[int] = ()  # those predicted as it in the epoch before
+    labelled: bool = False  # whether the labels of the training images are known, so that classes can be balanced
+    throughput: Throughput | None = None  # of the run so far
+    strain: Strain = field(default_factory=Strain)  # of the machine
+    skipped: Sequence[int] = ()  # steps that were left out because a loss or gradient was not finite
 
     @property
     def guessing(self) -> float | None:

@@ -34,46 +34,28 @@ PHRASES: dict[Part, str] = {
 
 @dataclass(frozen=True)
 class StepParts:
-    """What was measured of a step, in seconds, and of the stages there are.
+    """What was measured of a step, in seconds, and of the stages there are."""
 
-    Attributes:
-        step: the mean step.
-        data: waiting for images.
-        optimizer: optimizer, moving average, clearing gradients.
-        logging: meeting the other ranks and writing, spread over all steps.
-        communication: between ranks, beyond what computing hides; None where it was not measured.
-        at_most: `communication` is one all-reduce alone, of which computing may hide some.
-        bubble: share of the workers' time in a step, without waiting for images and optimizer, that they idle.
-        bubble_at_most: that share where GPUs waited for every launch within their stages; `bubble`, or more.
-        busy: seconds that each stage works in a step; empty without stages.
-    """
-
-    step: float
-    data: float = 0.0
-    optimizer: float = 0.0
-    logging: float = 0.0
-    communication: float | None = 0.0
-    at_most: bool = False
+    step: float  # the mean step
+    data: float = 0.0  # waiting for images
+    optimizer: float = 0.0  # optimizer, moving average, clearing gradients
+    logging: float = 0.0  # meeting the other ranks and writing, spread over all steps
+    communication: float | None = 0.0  # between ranks, beyond what computing hides; None where it was not measured
+    at_most: bool = False  # `communication` is one all-reduce alone, of which computing may hide some
+    # Share of the workers' time in a step, without waiting for images and optimizer, that they idle
     bubble: float = 0.0
-    bubble_at_most: float = 0.0
-    busy: Sequence[float] = ()
+    bubble_at_most: float = 0.0  # that share where GPUs waited for every launch within their stages; `bubble`, or more
+    busy: Sequence[float] = ()  # seconds that each stage works in a step; empty without stages
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds that one process takes for a photo.
+    """Seconds that one process takes for a photo."""
 
-    Attributes:
-        read: its file.
-        decode: to pixels, no more of them than are needed.
-        transform: cropping, resizing and augmenting.
-        cached: all of it, from the cache.
-    """
-
-    read: float
-    decode: float
-    transform: float
-    cached: float
+    read: float  # its file
+    decode: float  # to pixels, no more of them than are needed
+    transform: float  # cropping, resizing and augmenting
+    cached: float  # all of it, from the cache
 
     @property
     def whole(self) -> float:
@@ -82,50 +64,29 @@ class Reading:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the run ran on.
+    """What the run ran on."""
 
-    Attributes:
-        processes: ranks in all.
-        cores: of this machine, for each of its ranks.
-        workers: that read images for a rank; None where images lie in memory.
-        gpu: whether it computes on GPUs.
-        images: of the training set; None where their number is not known.
-        reading: of its photos, where the step waits for them.
-    """
-
-    processes: int = 1
-    cores: int = 1
-    workers: int | None = None
-    gpu: bool = False
-    images: int | None = None
-    reading: Reading | None = None
+    processes: int = 1  # ranks in all
+    cores: int = 1  # of this machine, for each of its ranks
+    workers: int | None = None  # that read images for a rank; None where images lie in memory
+    gpu: bool = False  # whether it computes on GPUs
+    images: int | None = None  # of the training set; None where their number is not known
+    reading: Reading | None = None  # of its photos, where the step waits for them
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where the time went, what bounds it, what to try: result.json's `verdict`, which calls `overrides` "try".
+    """Where the time went, what bounds it, what to try: result.json's `verdict`, which calls `overrides` "try"."""
 
-    Attributes:
-        bound: a key of `step`.
-        sentence: for people, with what to try.
-        overrides: `key=value` words to try, the most promising first.
-        step: share of each part of a step; they add up to 1.
-        run: share of each part of the run; they add up to 1.
-        step_seconds: of the mean step.
-        reading: of photos, where the step waits for them.
-        unmeasured: what the shares do not tell, in words.
-        probe_seconds: what finding out took.
-    """
-
-    bound: Part
-    sentence: str
-    overrides: list[str]
-    step: dict[Part, float]
-    run: dict[str, float]
-    step_seconds: float
-    reading: Reading | None
-    unmeasured: str | None
-    probe_seconds: float
+    bound: Part  # a key of `step`
+    sentence: str  # for people, with what to try
+    overrides: list[str]  # `key=value` words to try, the most promising first
+    step: dict[Part, float]  # share of each part of a step; they add up to 1
+    run: dict[str, float]  # share of each part of the run; they add up to 1
+    step_seconds: float  # of the mean step
+    reading: Reading | None  # of photos, where the step waits for them
+    unmeasured: str | None  # what the shares do not tell, in words
+    probe_seconds: float  # what finding out took
 
     def to_dict(self) -> dict[str, Any]:
         """As result.json has it."""

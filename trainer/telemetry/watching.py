@@ -25,14 +25,10 @@ SLOWER = 0.1
 
 @dataclass
 class LossBand:
-    """The band of a run's recent losses, each a mean over the steps since the one before.
+    """The band of a run's recent losses, each a mean over the steps since the one before."""
 
-    Attributes:
-        guessing: the loss of a model that gives all classes the same chance, where it is known.
-        jumps: those that there were: step, loss, and the median of the band before.
-    """
-
-    guessing: float | None = None
+    guessing: float | None = None  # the loss of a model that gives all classes the same chance, where it is known
+    # Those that there were: step, loss, and the median of the band before
     jumps: list[tuple[int, float, float]] = field(default_factory=list)
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=BAND))
     _start: float | None = None
@@ -76,16 +72,11 @@ class LossBand:
 
 @dataclass(frozen=True)
 class Lag:
-    """The slowest rank of a window.
-
-    Attributes:
-        behind: by which share a step of its own takes longer than the median of the others'.
-        data: whether that is more by waiting for data than by computing.
-    """
+    """The slowest rank of a window."""
 
     rank: int
-    behind: float
-    data: bool
+    behind: float  # by which share a step of its own takes longer than the median of the others'
+    data: bool  # whether that is more by waiting for data than by computing
 
 
 class RankWatch:

@@ -103,32 +103,23 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number).
-
-    Attributes:
-        label_probability: None where it has not one class.
-    """
+    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number)."""
 
     place: int
     loss: float
-    label_probability: float | None
+    label_probability: float | None  # None where it has not one class
     target: Tensor
     predicted: tuple[tuple[int, float], ...]
 
 
 class Mistakes:
-    """Collected by a rank that has outputs, on its device: nothing waits for it.
-
-    Attributes:
-        pairs: (actual, predicted) counts of a classification with at most CLASSES classes.
-        hits, counts: of each class, how many of its samples are right, and how many there are.
-    """
+    """Collected by a rank that has outputs, on its device: nothing waits for it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.pairs: Tensor | None = None
-        self.hits: Tensor | None = None
-        self.counts: Tensor | None = None
+        self.pairs: Tensor | None = None  # (actual, predicted) counts of a classification with at most CLASSES classes
+        self.hits: Tensor | None = None  # of each class, how many of its samples are right
+        self.counts: Tensor | None = None  # and how many there are
         self._worst: list[tuple[Tensor, ...]] = []  # losses, places, targets, and predictions with their numbers
         self._kept = self._rows = 0
         self._most, self._one_class = WORST, False

@@ -15,27 +15,17 @@ from trainer.training.speed_test import SECONDS
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know at the same step.
+    """What all ranks know at the same step."""
 
-    Attributes:
-        loss: summed over the ranks and over the steps since the last logged one; 0 within an evaluation.
-        steps: of which it is the sum: those that were not skipped as not finite.
-        finite: whether all losses and gradients of these were.
-        stop: the signal to stop at, if one came.
-        late: whether a mere measurement of speed has used up its time.
-        save: whether it is time to.
-        ranks: of each, where all do the same work, the seconds of a step, those that it waited for data, and those of
-            its forward pass.
-        window: this rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up.
-    """
-
-    loss: float
-    steps: int
-    finite: bool
-    stop: type[TrainerError] | None
-    late: bool
-    save: bool
+    loss: float  # summed over the ranks and over the steps since the last logged one; 0 within an evaluation
+    steps: int  # of which it is the sum: those that were not skipped as not finite
+    finite: bool  # whether all losses and gradients of these were
+    stop: type[TrainerError] | None  # the signal to stop at, if one came
+    late: bool  # whether a mere measurement of speed has used up its time
+    save: bool  # whether it is time to
+    # Of each, where all do the same work, the seconds of a step, of waiting for data in it, and of its forward pass.
     ranks: list[list[float]]
+    # This rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up
     window: tuple[int, float, float] = (0, 0.0, 0.0)
 
     @property
@@ -58,14 +48,11 @@ class Agreed:
 
 
 class RankSync:
-    """What all ranks must know at the same step, in one small all-reduce about once a second.
-
-    Attributes:
-        next: the step, or batch of an evaluation, after which the ranks synchronise again.
-    """
+    """What all ranks must know at the same step, in one small all-reduce about once a second."""
 
     def __init__(self, run: Run, done: int | None = None) -> None:
         self.run = run
+        # The step, or batch of an evaluation, after which the ranks synchronise again.
         self.next = (run.position.step if done is None else done) + 1
         self._window = (0, 0.0, 0.0)
 

@@ -47,57 +47,37 @@ class History:
 
 @dataclass
 class Noticed:
-    """What a run notices of itself, the same on every rank.
+    """What a run notices of itself, the same on every rank."""
 
-    Attributes:
-        meter: of what keeps this machine from computing, since the run was built.
-        strain: the worst of all ranks, at the end of the last epoch.
-        classes: held-out samples of each class (`actual`) and those predicted as it, in the last epoch and the one
-            before; empty where a task does not count them.
-        warnings: what goes wrong, as sentences by kind.
-        announced: the kinds of which there was a word already.
-        lasting: warnings of what has passed since, by kind.
-        band: of the recent losses, where images are real.
-        ranks: which of them holds up the others, where all do the same work.
-        suspected: counts what this machine suffers while this rank is slower than the others.
-    """
-
-    meter: StrainMeter
-    strain: Strain = field(default_factory=Strain)
+    meter: StrainMeter  # of what keeps this machine from computing, since the run was built
+    strain: Strain = field(default_factory=Strain)  # the worst of all ranks, at the end of the last epoch
+    # Held-out samples of each class (`actual`) and those predicted as it, in the last epoch and the one before; empty
+    # where a task does not count them.
     classes: list[dict[str, list[int]]] = field(default_factory=list)
-    warnings: dict[str, str] = field(default_factory=dict)
-    announced: set[str] = field(default_factory=set)
-    lasting: dict[str, str] = field(default_factory=dict)
-    band: LossBand | None = None
-    ranks: RankWatch = field(default_factory=RankWatch)
-    suspected: StrainMeter | None = None
+    warnings: dict[str, str] = field(default_factory=dict)  # what goes wrong, as sentences by kind
+    announced: set[str] = field(default_factory=set)  # the kinds of which there was a word already
+    lasting: dict[str, str] = field(default_factory=dict)  # warnings of what has passed since, by kind
+    band: LossBand | None = None  # of the recent losses, where images are real
+    ranks: RankWatch = field(default_factory=RankWatch)  # which of them holds up the others, where all do the same work
+    suspected: StrainMeter | None = None  # counts what this machine suffers while this rank is slower than the others
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run before anything is built: nothing of it is replaced any more.
+    """A run before anything is built: nothing of it is replaced any more."""
 
-    Attributes:
-        recipe: with every key that was left open.
-        reasons: why a key is not as typed, by its name.
-        state: the checkpoint to continue.
-        samples: on rank 0 what identifies the images, as `same_images.identified` gives it.
-        resized: photos of other sizes than in the checkpoint, in words.
-        speed_only: synthetic images in place of missing ones: measure, learn nothing, save nothing.
-    """
-
-    recipe: Recipe
-    reasons: dict[str, str]
+    recipe: Recipe  # with every key that was left open
+    reasons: dict[str, str]  # why a key is not as typed, by its name
     datasets: Datasets
     task: Task
     world: World
     shard: Shard
     steps_per_epoch: int
     tracker: NullTracker
-    state: State | None
-    samples: dict[str, Tensor]
-    resized: list[str]
-    speed_only: bool
+    state: State | None  # the checkpoint to continue
+    samples: dict[str, Tensor]  # on rank 0 what identifies the images, as `same_images.identified` gives it
+    resized: list[str]  # photos of other sizes than in the checkpoint, in words
+    speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
 
 
 @dataclass(frozen=True)

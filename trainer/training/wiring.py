@@ -67,17 +67,12 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder, held by rank 0 for all ranks, which have met.
-
-    Attributes:
-        settled: keys of the recipe that the run to be continued chose, where this recipe leaves them open.
-        before: the images that it holds out.
-    """
+    """A run folder, held by rank 0 for all ranks, which have met."""
 
     world: World
     tracker: NullTracker
-    settled: dict[str, Any]
-    before: Before
+    settled: dict[str, Any]  # keys of the recipe that the run to be continued chose, where this recipe leaves them open
+    before: Before  # the images that it holds out
     ledger: Ledger
 
     @contextmanager

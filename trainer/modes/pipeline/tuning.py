@@ -41,20 +41,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pipe:
-    """What a plan is for.
+    """What a plan is for."""
 
-    Attributes:
-        workers: ranks, or devices of one process.
-        schedules: their names in the recipe, and the stages of each over all workers; the first unless another is found
-            to be faster. Streams runs as 1F1B.
-        rows: images of a batch that is cut into micro-batches.
-        counts: numbers of micro-batches that can run.
-    """
-
-    workers: int
+    workers: int  # ranks, or devices of one process
+    # Their names in the recipe, and the stages of each over all workers; the first unless another is found to be
+    # faster. Streams runs as 1F1B.
     schedules: tuple[tuple[str, int], ...]
-    rows: int
-    counts: tuple[int, ...]
+    rows: int  # images of a batch that is cut into micro-batches
+    counts: tuple[int, ...]  # numbers of micro-batches that can run
 
 
 @dataclass(frozen=True)

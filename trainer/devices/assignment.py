@@ -68,11 +68,7 @@ def prediction_devices(
 
 
 def present(devices: Sequence[str], cuda: int) -> list[str]:
-    """The devices under their full names.
-
-    Raises:
-        RecipeError: one is not here.
-    """
+    """The devices under their full names. Raises RecipeError where one is not here."""
     names = ["cuda:0" if str(name) == "cuda" else str(name) for name in devices]
     odd = next((name for name in names if not re.fullmatch(DEVICE, name)), None)
     if odd is not None:

@@ -105,11 +105,7 @@ def _openable(nodes: Iterable[str]) -> list[str]:
 
 
 def visible(text: str | None) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None where all are visible.
-
-    Raises:
-        RecipeError: CUDA would see other cards than are meant, or none.
-    """
+    """What CUDA_VISIBLE_DEVICES names, None: all. Raises RecipeError where CUDA would see other cards, or none."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",")]

@@ -130,11 +130,7 @@ def copies(source: torch.device, target: torch.device, pattern: int) -> bool:
 
 
 def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
-    """Copy a pattern along each way.
-
-    Raises:
-        SetupError: on this machine copies between cards come out wrong.
-    """
+    """Copy a pattern along each way. Raises SetupError where copies between cards come out wrong."""
     wrong = [f"{a} to {b}" for number, (a, b) in enumerate(ways) if not copies(a, b, number + 1)]
     if wrong:
         raise SetupError(

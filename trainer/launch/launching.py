@@ -74,11 +74,7 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int 
 
 
 def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
-    """Whether the Python API has to start torchrun for this recipe here.
-
-    Raises:
-        RecipeError: another task of this node starts it.
-    """
+    """Whether the Python API has to start torchrun for this recipe here, and no other task of this node does."""
     wanted = launch_to_start(recipe, nproc) is not None
     if wanted and (task := task_of_node(os.environ)):
         raise RecipeError(f"this is task {task} of its node, where task 0 starts all ranks: start one task per node")
@@ -86,10 +82,7 @@ def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
 
 
 def check_plugin(name: object) -> None:
-    """
-    Raises:
-        RecipeError: a program gave something else than text.
-    """
+    """Raises RecipeError where a program gave something else than text."""
     if not isinstance(name, str | None):
         raise RecipeError(f"plugin= is a module's name, as in plugin='my_module', not {type(name).__name__}")
 

@@ -31,11 +31,7 @@ class BlockCost:
 
 
 def cuts_for(traced: Traced, wanted: Sequence[str], stages: int, costs: Sequence[BlockCost]) -> tuple[str, ...]:
-    """The cuts of `pipeline.cuts`, or, where it is auto, the best for these costs.
-
-    Raises:
-        RecipeError: the model cannot be cut there.
-    """
+    """The cuts of `pipeline.cuts`, where the model has them, or, where it is auto, the best for these costs."""
     if wanted != "auto":
         return choose(traced, wanted, stages)
     return tuple(traced.cuts[index] for index in balance(costs, stages))

@@ -27,10 +27,7 @@ class Given:
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
-        """
-        Raises:
-            RecipeError: neither a module nor a function of these three.
-        """
+        """Raises RecipeError for what is neither a module nor a function of `OFFERED`."""
         if isinstance(source, nn.Module):
             source = bare(source)
             if any(map(is_lazy, [*source.parameters(), *source.buffers()])):

@@ -52,11 +52,7 @@ def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def check_alone(model: nn.Module) -> None:
-    """Refuse layers that communicate with other ranks, which may be at another layer.
-
-    Raises:
-        RecipeError: naming one.
-    """
+    """Refuse layers that communicate with other ranks, which may be at another layer."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(

@@ -78,11 +78,7 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
 
 
 def published(recipe: ModelRecipe) -> Any:
-    """torchvision's entry of the weights that the recipe names.
-
-    Raises:
-        RecipeError: there is none of that name.
-    """
+    """torchvision's entry of the weights that the recipe names. Raises RecipeError where there is none."""
     entries = torchvision.models.get_model_weights(recipe.name)
     try:
         return entries[recipe.weights]

@@ -227,11 +227,7 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: bool = False) -> dict[str, Weight]:
-    """Those of the weights that `initialise` loads, under the names that the model has for them.
-
-    Raises:
-        CheckpointError: naming what does not fit.
-    """
+    """The weights that `initialise` loads, under the model's names. Raises CheckpointError naming what does not fit."""
     state = model.state_dict(keep_vars=True)
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     # A tensor that a model has under several names is saved under one.

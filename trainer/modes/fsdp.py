@@ -140,10 +140,7 @@ class FullyShardedDataParallel(Strategy):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """
-        Raises:
-            RecipeError: in place of torch's errors over a model whose blocks cannot be sharded apart.
-        """
+        """A RecipeError in place of torch's errors over a model whose blocks cannot be sharded apart."""
         reasons = {
             "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
             "out of bounds for storage": "changes a block's outputs in place",

@@ -21,11 +21,7 @@ class Roles(NamedTuple):
 
 
 def roles_of(model: nn.Module, recipe: Recipe) -> Roles:
-    """The roles of a whole model's parameters.
-
-    Raises:
-        RecipeError: the recipe's optimizer has nothing to do in such a model.
-    """
+    """The roles of a whole model's parameters. Raises RecipeError where the optimizer has nothing to do in it."""
     decay, rates = recipe.optimizer.layer_decay, {}
     if decay is not None:
         row = blocks(model)

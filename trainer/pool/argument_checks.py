@@ -18,12 +18,7 @@ MOVE = "move what does not pickle to the top of a module, undecorate it, or use 
 
 
 def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Devices by name, each checked.
-
-    Raises:
-        RecipeError: a name that means nothing, or no name.
-        SetupError: this machine lacks it.
-    """
+    """Devices by name. Raises RecipeError for what names none, SetupError for one that this machine lacks."""
     if isinstance(devices, str | torch.device) or not devices:
         raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
     checked = []

@@ -42,11 +42,7 @@ _here = _Here()
 
 
 def current_device() -> torch.device:
-    """The device of the `DevicePool`'s worker that calls this.
-
-    Raises:
-        RecipeError: called outside of a worker.
-    """
+    """The device of the `DevicePool`'s worker that calls this. Raises RecipeError outside of one."""
     if _here.device is None:
         raise RecipeError("current_device() works in a DevicePool's workers only: call it in what the pool runs")
     return _here.device

@@ -79,12 +79,7 @@ class Address(NamedTuple):
     inode: int
 
     def open(self) -> mmap.mmap:
-        """Its bytes in this process's memory.
-
-        Raises:
-            OSError: the system does not let this process have it.
-            OtherProcessError: what is at the address is another file.
-        """
+        """Its bytes. Raises OSError where that is not allowed, OtherProcessError where another file is there."""
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != self.inode:

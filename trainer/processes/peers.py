@@ -149,11 +149,7 @@ def summary_line(error: BaseException) -> str:
 
 
 def check_sums(device: torch.device, rank: int, size: int) -> None:
-    """All-reduce a known pattern.
-
-    Raises:
-        SetupError: the sum is wrong on this rank.
-    """
+    """All-reduce a known pattern. Raises SetupError where the sum is wrong on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -168,11 +164,7 @@ def check_sums(device: torch.device, rank: int, size: int) -> None:
 
 
 def check_devices(devices: Iterable[torch.device], rank: int, size: int, seconds: float) -> None:
-    """Wait until a rank's devices have ended what they were given.
-
-    Raises:
-        PeerError: one has not, within so many seconds.
-    """
+    """Wait until a rank's devices have done what they were given. Raises PeerError after so many seconds."""
     hung = health.unfinished(dict.fromkeys(devices), seconds)
     if hung is None:
         return

@@ -24,11 +24,7 @@ def cores() -> int:
 
 
 def cuda_count() -> int:
-    """CUDA devices torch can use.
-
-    Raises:
-        SetupError, RecipeError: cards are here that torch cannot use.
-    """
+    """CUDA devices torch can use. Raises SetupError or RecipeError where cards are here that torch cannot use."""
     installed = cards.detect()
     if installed.fault is not None:
         raise installed.fault

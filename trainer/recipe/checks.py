@@ -124,11 +124,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
 
 
 def check_options(recipe: Recipe) -> None:
-    """Refuse an option that the mode cannot have.
-
-    Raises:
-        RecipeError: with the reason.
-    """
+    """Refuse an option that the mode cannot have."""
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
     values = flatten(recipe.to_dict())

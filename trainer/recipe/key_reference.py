@@ -105,11 +105,7 @@ def sections() -> dict[str, str]:
 
 
 def shown_keys(word: str | None = None) -> str:
-    """The reference as lines for a terminal: all of it, a section, or the keys of that name.
-
-    Raises:
-        RecipeError: no section and no key is called so.
-    """
+    """The reference as lines for a terminal: all of it, a section, or the keys of that name."""
     chosen = [key for key in keys().values() if word is None or word in _names(key)]
     if not chosen:
         known = [each for key in keys().values() for each in (key.name, *_names(key)[2:])]

@@ -28,11 +28,7 @@ TIMM = "timm:"  # before the names of timm's models
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse a recipe's model, data set or task that nothing here has.
-
-    Raises:
-        RecipeError: with the nearest name that there is.
-    """
+    """Refuse a recipe's model, data set or task that nothing here has, with the nearest name that there is."""
     check_model_name(recipe.model.name)
     for key, name, what, known in (
         ("data.name", recipe.data.name, "a data set", DATASETS),

@@ -89,11 +89,7 @@ def parent_of(name: str, label: str, child: Path | None) -> Path:
 
 
 def read(path: Path) -> Any:
-    """A file's tree.
-
-    Raises:
-        RecipeError: it holds no recipe; says where, and what to write there.
-    """
+    """A file's tree. Raises RecipeError where it holds no recipe, with the line and what to write there."""
     text = ""
     try:
         if path.stat().st_size > MAX_BYTES:

@@ -90,11 +90,7 @@ def unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str
 
 
 def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
-    """Refuse keys that the user typed and nothing reads; those of a file may be for other words on top of it.
-
-    Raises:
-        RecipeError: with what to type instead.
-    """
+    """Refuse keys that the user typed and nothing reads; those of a file may be for other words on top of it."""
     values = flatten(recipe.to_dict())
     for key, chooser in unread(values, (key for key in keys if values.get(key))):
         raise RecipeError(

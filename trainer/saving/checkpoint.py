@@ -323,11 +323,7 @@ def _aside(path: Path) -> Path:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """What changes with a checkpoint's files: each one's name, inode, bytes and time of change.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """What changes with a checkpoint's files: each one's name, inode, bytes and time of change. Raises OSError."""
     files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     return sorted((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in files)
 

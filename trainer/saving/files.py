@@ -89,11 +89,7 @@ def opened(path: str | bytes | Path) -> BufferedReader:
 
 
 def read(path: str | Path, limit: int = LIMIT) -> bytes:
-    """All of a regular file.
-
-    Raises:
-        OSError: it cannot be read, is no file, or is larger than `limit` bytes.
-    """
+    """All of a regular file. Raises OSError where it cannot be read, is no file, or is larger than `limit` bytes."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -102,12 +98,7 @@ def read(path: str | Path, limit: int = LIMIT) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        OSError: as `read`.
-        ValueError: it holds something else.
-    """
+    """The JSON object in a file. Raises OSError as `read`, and ValueError where it holds something else."""
     try:
         content = json.loads(read(path))
     except (ValueError, RecursionError):

@@ -150,12 +150,7 @@ class Saver:
             remove(draft)
 
     def _files_of(self, rank: int, draft: Path) -> dict[str, File]:
-        """What another rank has written, once it has.
-
-        Raises:
-            PeerError: it has not in time.
-            SetupError: this machine sees it otherwise.
-        """
+        """What another rank has written, once it has; it may have not in time, or this machine may see it otherwise."""
         path, clock = _list_of(rank, draft), AwakeClock()
         while not path.exists():
             limits = [(clock, self.timeout), *([self._left] if self._left else [])]

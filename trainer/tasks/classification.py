@@ -128,11 +128,7 @@ def given_weights(recipe: Recipe, names: Sequence[str]) -> Tensor | None:
 
 
 def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
-    """The training targets that a weight is to be computed from.
-
-    Raises:
-        RecipeError: they are not known before the images are read.
-    """
+    """The training targets that a weight is computed from. Raises RecipeError where the images are to be read first."""
     if targets is None:
         raise RecipeError(
             f"loss.class_weights=balanced counts labels before the first step, and those of data.name="
@@ -142,10 +138,7 @@ def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
 
 
 def check_range(labels: Tensor, names: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: labels (N,) that are not the place of a name.
-    """
+    """Raises ValueError for labels (N,) that are not the place of a name."""
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(names):
         raise ValueError(
             f"labels must be 0 to {len(names) - 1}, one for each of the {len(names)} class names, "

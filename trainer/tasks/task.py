@@ -153,11 +153,7 @@ _registered = Registry[type[Task]]("register_task")
 
 
 def register_task(name: str) -> Callable[[Kind], Kind]:
-    """Make a subclass of `Task` known as `task.name=name`: a decorator.
-
-    Raises:
-        RecipeError: the name is taken.
-    """
+    """Make a subclass of `Task` known as `task.name=name`: a decorator. Raises RecipeError for a name that is taken."""
     return _registered.register(name)
 
 
@@ -167,11 +163,7 @@ def known(name: str) -> bool:
 
 
 def kind(recipe: Recipe) -> type[Task]:
-    """The class of the recipe's task.
-
-    Raises:
-        RecipeError: there is none of that name.
-    """
+    """The class of the recipe's task. Raises RecipeError where there is none of that name."""
     name = recipe.task.name
     if name not in _registered:
         guess = nearest(name, [*_registered])

@@ -180,11 +180,7 @@ def why_offline() -> str:
 
 
 def reach(address: str) -> None:
-    """Knock at a server, for which the libraries themselves would wait for minutes.
-
-    Raises:
-        ConnectionError: it does not answer.
-    """
+    """Raises ConnectionError where a server does not answer, for which the libraries would wait for minutes."""
     there = urlparse(address)
     port = there.port or {"http": 80, "https": 443}.get(there.scheme)
     if port is None or there.hostname is None or getproxies().keys() - {"no"}:  # a file; a way that only they know

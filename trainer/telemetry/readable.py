@@ -110,20 +110,12 @@ def counted(number: int, what: str) -> str:
 
 
 def parse_memory(word: str) -> int:
-    """Bytes of `memory=24GiB`.
-
-    Raises:
-        RecipeError: no amount, or no unit.
-    """
+    """Bytes of `memory=24GiB`. Raises RecipeError for no amount, or no unit."""
     return int(_amount("memory", word, SIZES, "24GiB", "GiB, GB, MiB or MB"))
 
 
 def parse_bandwidth(word: str) -> float:
-    """Bytes a second of `bandwidth=10GB/s`.
-
-    Raises:
-        RecipeError: no amount, or no unit.
-    """
+    """Bytes a second of `bandwidth=10GB/s`. Raises RecipeError for no amount, or no unit."""
     units = {f"{unit}/s": scale for unit, scale in {**SIZES, **BITS}.items()}
     return _amount("bandwidth", word, units, "10GB/s", "GB/s, GiB/s, MB/s or Gbit/s")
 

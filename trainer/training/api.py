@@ -44,11 +44,7 @@ Model = nn.Module | Callable[..., nn.Module] | str | Mapping[str, Any]
 
 @contextmanager
 def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
-    """Within this block recipes know these objects; gives the keys that name them.
-
-    Raises:
-        RecipeError: they are no model, or no data.
-    """
+    """Within this block recipes know these objects; gives the keys that name them. Raises RecipeError for others."""
     keys: dict[str, Any] = {}
     known = (*DATASETS, *registered.registered)
     with ExitStack() as closing:
@@ -84,10 +80,7 @@ class GivenData:
     """The function of a data set that a program hands over."""
 
     def __init__(self, source: Any) -> None:
-        """
-        Raises:
-            RecipeError: it is no pair of sets, nor a function that makes one.
-        """
+        """Raises RecipeError where it is no pair of sets, nor a function that makes one."""
         self.source = source if callable(source) and not hasattr(source, "__len__") else _three(source)
 
     @property

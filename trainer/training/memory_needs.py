@@ -42,10 +42,7 @@ def pieces_that_fit(recipe: Recipe, count: int, least: int, per_sample: float, r
 
 @contextmanager
 def shortage_explained(run: Run) -> Iterator[None]:
-    """
-    Raises:
-        DeviceMemoryError: where memory ran out inside.
-    """
+    """Raises DeviceMemoryError, with what to change, where memory runs out within this block."""
     try:
         yield
     except Exception as error:

@@ -34,10 +34,7 @@ class Agreed:
         return self.loss / self.steps if self.steps else math.nan
 
     def check(self, run: Run) -> None:
-        """
-        Raises:
-            NotFiniteError: on every rank, if on any.
-        """
+        """Raises NotFiniteError on every rank, if on any."""
         if not self.finite:
             once_more = f", once more than on_nonfinite={run.recipe.on_nonfinite} allows" * bool(run.recipe.tolerated)
             raise NotFiniteError(
@@ -125,11 +122,7 @@ class RankSync:
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
-    """A signal that all ranks have agreed on: save and go.
-
-    Raises:
-        TrainerError: `stop`, on every rank.
-    """
+    """A signal that all ranks have agreed on: save, and raise `stop` on every rank."""
     with run.ledger.span("saving"):
         snapshots.save(run)
         snapshots.finish_saving(run)

@@ -124,11 +124,7 @@ def _hashed(joined: bytes | Array, ends: Array) -> Array:
 
 
 def check_same_images(world: World, data: Datasets) -> None:
-    """Compare the data that this rank sees with rank 0's. Collective.
-
-    Raises:
-        SetupError: on every rank, where one sees other data.
-    """
+    """Raises SetupError on every rank where one sees other data than rank 0. Collective."""
     facts = world.gather((platform.node(), _facts(data)))
     odd = next((rank for rank, (_, theirs) in enumerate(facts) if theirs != facts[0][1]), None)
     why = world.broadcast_object(None if odd is None else _difference(odd, facts[odd], facts[0][1]))
@@ -204,11 +200,7 @@ def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes:
 
 
 def _check_classes(data: Datasets, state: State) -> None:
-    """Compare the classes with those that a checkpoint was trained on: an output is a class by its place.
-
-    Raises:
-        SetupError: they are others, or in another order.
-    """
+    """An output is a class by its place: raises SetupError where a checkpoint has others, or in another order."""
     was, now = state.facts.get("classes"), list(data.classes)
     if not isinstance(was, list) or was == now:  # older checkpoints do not tell
         return

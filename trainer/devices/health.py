@@ -23,16 +23,7 @@ PATTERN = 1 << 20  # numbers of 4 bytes, in a copy that is checked
 
 
 def check_card(device: torch.device, count: int) -> None:
-    """Compute a little on a card.
-
-    Args:
-        device: the card.
-        count: of cards there are.
-
-    Raises:
-        SetupError: this torch has no code for it, or it does not compute.
-        DeviceMemoryError: others have filled it.
-    """
+    """Compute a little on a card, of `count` there are. Raises SetupError, or DeviceMemoryError where it is full."""
     import torch
 
     others = [f"cuda:{index}" for index in range(count) if index != device.index]

@@ -38,12 +38,8 @@ EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int = 0) -> Launch | None:
     """Check a recipe against processes and devices before anything heavy starts.
 
-    Returns:
-        What to `start`, or None when this process trains: it is a rank already, or the only one, to be started once.
-
-    Raises:
-        RecipeError: it cannot run like this; the line says what can.
-        SetupError: a logger that it names is not installed, or this is one of several ranks that cannot meet.
+    Gives what to `start`, or None when this process trains: it is a rank already, or the only one, to be started once.
+    Raises RecipeError where it cannot run like this, and SetupError where a logger is missing or ranks cannot meet.
     """
     check_loggers(recipe)
     rank = place()

@@ -138,14 +138,7 @@ def tasks_started(environment: Mapping[str, str]) -> int:
 
 
 def check_alone(command: str, environment: Mapping[str, str], shared: bool) -> None:
-    """Refuse a command that every task of mpirun or srun would run on its own.
-
-    Args:
-        shared: torchrun's ranks divide its work.
-
-    Raises:
-        RecipeError: it was started several times.
-    """
+    """Refuse what each task of mpirun or srun would do on its own; `shared`: torchrun's ranks divide its work."""
     tasks = tasks_started(environment)
     if tasks > 1:
         instead = f", or type torchrun --nproc_per_node={tasks} -m trainer {command} ..." if shared else ""

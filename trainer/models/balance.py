@@ -50,16 +50,11 @@ def stage_seconds(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost
 
 
 def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
-    """Where to cut a sequence of blocks into `stages` so that the slowest stage is fastest.
+    """Where to cut a sequence of blocks into `stages` so that the slowest stage is fastest: rising indices i of
+    cuts, between the blocks i and i + 1. Raises RecipeError for fewer blocks than stages.
 
     Two passes of the linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5): the first
     finds the fastest slowest stage, the second, among all cuts within 1 % of it, those with the fewest bytes sent.
-
-    Returns:
-        `stages` - 1 rising indices of cuts; cut i lies between the blocks i and i + 1.
-
-    Raises:
-        RecipeError: fewer blocks than stages.
     """
     if stages > len(costs):
         raise RecipeError(
@@ -103,16 +98,13 @@ def block_costs(
     """Time forward and backward of each block between neighbouring cuts, on the device the inputs are on.
 
     In training mode, one block after the other as in a pipeline: each gets a detached output of the one before. The
-    model is not changed: neither gradients, running statistics, training flags nor the random state.
+    model is not changed: neither gradients, running statistics, training flags nor the random state. It may be on
+    another device: each block goes to the inputs' device and back.
 
     Args:
-        traced: its model may be on another device: each block goes to the inputs' device and back.
         inputs: a micro-batch (N, C, H, W). Its size matters: blocks do not scale alike.
         run: calls a module, for example under autocast.
         repeats: the median of so many, after one to warm up.
-
-    Returns:
-        One cost a block, `len(traced.cuts)` + 1 of them.
     """
     blocks = traced.stages(traced.cuts)
     rounds = []

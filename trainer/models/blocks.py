@@ -77,15 +77,10 @@ def head(model: nn.Module) -> str:
 
 
 def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
-    """Freeze some parameters (requires_grad=False).
+    """Freeze some parameters (requires_grad=False): so many first blocks, all but the last so many where negative, or
+    those of names or patterns of modules and parameters, as in `layer1` or `encoder.layers.*.mlp`.
 
-    Args:
-        wanted: the first blocks, so many; all but the last so many where negative; or names or patterns of modules and
-            parameters, as in `layer1` or `encoder.layers.*.mlp`.
-        name: of the model, for messages.
-
-    Raises:
-        RecipeError: there are not so many blocks, a pattern matches nothing, or nothing is left to train.
+    Raises RecipeError where there are not so many, a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     if isinstance(wanted, int):

@@ -70,9 +70,7 @@ def measure(
 ) -> Pass:
     """The pass in which `forward` computes the output. What `known` tensors hold does not count.
 
-    Args:
-        cpu: count also what convolutions allocate for a moment on a CPU.
-        beside: counts more, during the pass.
+    With `cpu`, what convolutions allocate for a moment on a CPU does; `beside` counts more, during the pass.
     """
     with Allocations(known, cpu) as seen, beside(seen) if beside else nullcontext():
         out = forward()
@@ -100,9 +98,7 @@ def pass_of(model: nn.Module, shape: Sequence[int]) -> Pass:
 def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int:
     """Most bytes that a worker holds at once for activations, of all micro-batches that it has begun.
 
-    Args:
-        actions: the worker's, in its order: (kind, stage, micro-batch), as `modes.pipeline.orders.Action`.
-        stages: each stage's pass of a micro-batch.
+    `actions` are its own in their order, as `modes.pipeline.orders.Action`; `stages` has each stage's pass.
     """
     live = most = 0
     for kind, stage, _ in actions:

@@ -215,14 +215,7 @@ class Traced:
 def trace(model: nn.Module, name: str = "") -> Traced:
     """Record the model's operations, in training and in evaluation mode, and find where it can be cut.
 
-    Stages take any input shape that the model takes.
-
-    Args:
-        model: takes one tensor and returns one. It is not changed.
-        name: the recipe's `model.name`, for messages.
-
-    Raises:
-        RecipeError: its forward cannot be recorded.
+    `name` is the recipe's, for messages. Raises RecipeError where its forward cannot be recorded.
     """
     try:
         return Traced(model, record(model))

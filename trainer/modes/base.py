@@ -278,12 +278,9 @@ class Strategy:
         return []
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
-        """What communication adds to a step. Collective; called after the last step, and leaves no trace.
+        """What communication adds to a step, of which this process trained so many, of so many seconds. Collective.
 
-        Args:
-            steps: trained by this process.
-            step_seconds: of one.
-            budget: seconds that a measurement may take.
+        Called after the last step; leaves no trace. A measurement may take `budget` seconds.
         """
         return Communication(0.0)
 

@@ -45,11 +45,7 @@ class DeferredStatistics:
     """The running statistics of a stage's layers, from the first micro-batch of a mini-batch to its `commit`."""
 
     def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
-        """
-        Args:
-            values: of a channel in one row, by layer, as `deferrable` gives them.
-            pooled: else each micro-batch counts as a mini-batch.
-        """
+        """`values` of a channel in one row are as of `deferrable`; not `pooled`, each micro-batch is a mini-batch."""
         here = dict.fromkeys(layer for layer in stage.modules() if layer in values)
         self.layers: list[Any] = list(here)
         self._values, self._pooled = values, pooled

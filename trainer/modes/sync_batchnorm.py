@@ -21,13 +21,9 @@ from trainer.models.norms import BatchNormCalls, takes_global_statistics, traini
 
 
 def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
-    """Let batch normalisation that trains see the global batch, of which ranks may hold unequal parts.
+    """Let batch normalisation that trains see the global batch, of which ranks may hold unequal parts; its layers.
 
-    Returns:
-        The layers that do so from here on.
-
-    Raises:
-        RecipeError: naming a subclass that normalises in a way of its own.
+    Raises RecipeError naming a subclass that normalises in a way of its own.
     """
     layers = training_norms(model)
     for name, layer in unlike(layers, takes_global_statistics).items():

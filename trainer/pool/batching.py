@@ -61,12 +61,7 @@ class WorkerSpeed:
 
 
 class Batching:
-    """Which worker gets how many items next.
-
-    Args:
-        kinds: each worker's kind of device ("cuda", "cpu").
-        batch_size: of all batches; None lets them grow.
-    """
+    """Which worker gets how many items next, by the workers' kinds of device; `batch_size` None lets batches grow."""
 
     def __init__(self, kinds: Sequence[str], batch_size: int | None) -> None:
         self.kinds, self.fixed = kinds, batch_size
@@ -90,9 +85,7 @@ class Batching:
     def take(self, worker: int, held: Mapping[int, int], pending: int) -> int:
         """How many of the pending items a worker should take now; 0: the others finish them sooner.
 
-        Args:
-            held: items that each busy worker already has.
-            pending: items that wait. More may come, but none are counted on.
+        `held` are the items that each busy worker already has. More may come, but none are counted on.
         """
         wanted, mine = min(self.size(worker), pending), held[worker]
         rate = self.speeds[worker].rate

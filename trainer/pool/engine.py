@@ -27,12 +27,7 @@ GRACE = 1.0  # seconds for idle workers to end by themselves
 
 
 class Engine:
-    """Keeps a worker on each seat of a scheduler.
-
-    Args:
-        start: starts a seat's worker; its second argument wakes this thread.
-        item_timeout: seconds an item may take, or None.
-    """
+    """Keeps a worker on each seat of a scheduler. `start` starts one; its second argument wakes this thread."""
 
     def __init__(self, start: Start, scheduler: Scheduler, item_timeout: float | None) -> None:
         self.start, self.scheduler, self.item_timeout = start, scheduler, item_timeout

@@ -50,12 +50,7 @@ class Seat:
 
 
 class Scheduler:
-    """Streams and jobs on one side, seats on the other.
-
-    Args:
-        round_robin: whether work goes to workers in turn, or to whichever is free.
-        retries: times that an item is tried.
-    """
+    """Streams and jobs on one side, seats on the other. Work goes to free workers, or `round_robin` in turn."""
 
     def __init__(self, seats: Sequence[Seat], batching: Batching, round_robin: bool, retries: int) -> None:
         self.seats, self.batching, self.round_robin, self.retries = seats, batching, round_robin, retries

@@ -18,10 +18,7 @@ from trainer.pool.handles import Answer
 class Lane:
     """A queue of items with their indices: all items of a stream, or every n-th for one worker.
 
-    Args:
-        first: index of the first item.
-        step: between one item and the next.
-        skip: from the end of one batch to the beginning of the next.
+    Indices begin at `first`, are `step` apart, and `skip` more from the end of a batch to the beginning of the next.
     """
 
     def __init__(self, first: int = 0, step: int = 1, skip: int = 0) -> None:
@@ -55,14 +52,8 @@ class Chunk:
 class Stream:
     """One `map`. The caller's thread puts items in and takes results out; the engine's thread does the rest.
 
-    Both sides only append to and pop from deques, so there is no lock.
-
-    Args:
-        ordered: results come in the items' order.
-        lanes: one, or one for each worker.
-        wake: wakes the engine.
-        window: items that may be in flight.
-        width: items of a batch, if that is fixed.
+    Both sides only append to and pop from deques, so there is no lock. There is one lane, or one for each worker;
+    `window` items may be in flight, and a batch has `width`, if that is fixed.
     """
 
     def __init__(

@@ -103,12 +103,9 @@ def pack(value: Any) -> Packed:
 
 
 def pack_rows(values: Any) -> Packed:
-    """Pickle a sequence, which unpickles as a list: as one block where all are tensors, or arrays, of one shape.
+    """Pickle a list, tuple, tensor or array of rows, which unpickles as a list.
 
-    From a block they unpickle contiguous.
-
-    Args:
-        values: a list or tuple, or a tensor or array of shape (N, ...).
+    Where all are tensors, or arrays, of one shape, they go as one block, from which they unpickle contiguous.
     """
     rows = _Rows.of(values)
     if rows is None:

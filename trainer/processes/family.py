@@ -95,10 +95,9 @@ def living_ranks() -> dict[int, tuple[int, str]]:
 
 
 def resume_stopped() -> list[int]:
-    """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave too.
+    """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave; their ranks.
 
-    Returns:
-        Their ranks. No other would: a stopped process receives no signal but SIGKILL, which torchrun sends after 30 s.
+    No other signal would: a stopped process receives none but SIGKILL, which torchrun sends after 30 s.
     """
     stopped = {rank: pid for rank, (pid, state) in living_ranks().items() if state == "T"}
     for pid in stopped.values():

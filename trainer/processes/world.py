@@ -121,12 +121,9 @@ class World:
     def arrange(self, sizes: Mapping[str, int], groups: Mapping[str, int] = NO_GROUPS) -> None:
         """Set the ranks on a grid and make the groups along its dimensions. Collective, over all.
 
-        A dimension of all ranks uses the world's own group, and one of a single rank needs none.
-
-        Args:
-            sizes: of the dimensions by name; neighbouring ranks differ in the last.
-            groups: how many groups of its own a dimension needs, where one is not enough. NCCL does what one group is
-                given in order: messages that go both ways need two.
+        Neighbouring ranks differ in the last dimension. One of all ranks uses the world's own group, and one of a
+        single rank needs none. `groups` says how many a dimension needs, where one is not enough: NCCL does what one
+        group is given in order, so that messages which go both ways need two.
         """
         self.grid, self._groups = Grid(self.rank, dict(sizes)), {}
         with lost_peers() as dist:

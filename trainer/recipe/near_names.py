@@ -44,12 +44,7 @@ def key_of_same_words(name: str) -> str:
 
 
 def said_of(name: str, comments: Mapping[str, str]) -> str:
-    """What there is to say of what a name is about, where no key sets it; "" where it misspells one, or nobody knows.
-
-    Args:
-        name: the word.
-        comments: all keys with what is said of them.
-    """
+    """What there is to say of what a name is about, where no key sets it; "" where one does, or nobody knows."""
     words = _words(name)
     subject = max((each for each in _SUBJECTS if each <= words), key=len, default=None)
     if subject is None or ((subject != words or name.lower() in OTHER_KEYS) and _guess(name, comments, ())):
@@ -60,10 +55,7 @@ def said_of(name: str, comments: Mapping[str, str]) -> str:
 def advice_on(name: str, comments: Mapping[str, str], others: Iterable[str] = ()) -> str:
     """What to say of a word that is no key: the one that it misspells, else keys that speak of the same and their page.
 
-    Args:
-        name: the word.
-        comments: all keys with what is said of them.
-        others: words that may stand where a key does.
+    `comments` are all keys with what is said of them, `others` words that may stand where a key does.
     """
     if known := said_of(name, comments):
         return known

@@ -29,18 +29,11 @@ from trainer.saving.tensor_files import CHUNK
 
 
 def on_every_rank(newest: GoodCheckpoint | None, world: World) -> State | None:
-    """Rank 0's checkpoint; collective.
+    """Rank 0's checkpoint, None where it has none; collective.
 
     A rank that finds the very same files, which rank 0 has hashed, or whole copies of them, reads from these. Where one
     does not, as on another machine that does not share the run folder, rank 0 sends the files in pieces, and that rank
-    keeps them in temporary ones.
-
-    Args:
-        newest: on rank 0, None where there is no checkpoint; the others' is not looked at.
-
-    Raises:
-        CheckpointError: rank 0's files changed meanwhile.
-        SetupError: this rank has no room for temporary files.
+    keeps them in temporary ones. Raises CheckpointError where rank 0's files changed meanwhile.
     """
     described: tuple[Path, bytes, Fingerprint] | None = world.broadcast_object(
         (newest.path, manifest_bytes(newest.path), fingerprint(newest.path)) if newest else None

@@ -19,19 +19,9 @@ LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) h
 
 
 def hold(folder: Path, others: str, name: str = ".lock") -> int:
-    """Make a folder and hold it.
+    """Make a folder and hold it by its file `name`, whose descriptor is returned; closing that lets go.
 
-    Args:
-        folder: what `output=` says.
-        others: who may hold it already, in a word ("run").
-        name: of the lock's file.
-
-    Returns:
-        The descriptor of the lock's file; closing it lets go.
-
-    Raises:
-        FolderInUseError: another process holds it.
-        DiskFullError, SetupError: it cannot be written.
+    Raises FolderInUseError where another process holds it, which is of the kind `others` ("run").
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

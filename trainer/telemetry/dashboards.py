@@ -41,14 +41,8 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
     """Custom Scalars: rows of charts that answer a question each.
 
     TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same. What
-    not every run has comes last in its row. There are lines only: areas of several runs would hide each other, and need
-    both of their edges in each run.
-
-    Args:
-        metrics: the task's, by their names.
-        titles: what people call them, where that is another name.
-        communication: whether it is known how long a step waits for that, which only a run's end tells.
-        pipeline: whether there are stages.
+    not every run has comes last in its row: `communication`, which only a run's end tells, and what a `pipeline` has.
+    There are lines only: areas of several runs would hide each other, and need both of their edges in each run.
     """
     others = [name for name in metrics if name != "loss"]
     parts = ["data", "compute", "optimizer", *["communication"] * communication, *["bubble"] * pipeline]

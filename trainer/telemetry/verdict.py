@@ -128,11 +128,7 @@ def shares(measured: StepParts) -> dict[Part, float]:
 def judge(
     measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
 ) -> Verdict:
-    """What bounds the step.
-
-    Args:
-        seconds: of the run's parts; "steps" among them.
-    """
+    """What bounds the step; `seconds` are of the run's parts, "steps" among them."""
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"

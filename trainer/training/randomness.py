@@ -76,11 +76,7 @@ def random_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: dict[str, Tensor], devices: Sequence[torch.device]) -> list[torch.device]:
-    """Continue where `random_states` was taken.
-
-    Returns:
-        The devices whose generators were not saved and start anew.
-    """
+    """Continue where `random_states` was taken; gives the devices whose generators were not saved and start anew."""
     random.setstate((3, tuple(states["python"].tolist()), None))
     key = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(states["numpy_position"]), 0, 0.0))

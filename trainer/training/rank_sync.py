@@ -90,11 +90,8 @@ class RankSync:
     ) -> Agreed:
         """Send all ranks what this one knows, and set when to synchronise next.
 
-        Args:
-            done: steps, or batches of an evaluation.
-            pace: seconds of one, lately.
-            first: whether that was the first of all, in which much is made ready.
-            mine: this rank's part of `Agreed.ranks`.
+        `done` are steps, or batches of an evaluation, and `seconds` those of one lately; in the `first` of all much is
+        made ready. `mine` is this rank's part of `Agreed.ranks`.
         """
         run, window = self.run, self._window
         received = run.interrupts.received

@@ -25,13 +25,7 @@ from trainer.saving.files import write_atomically
 
 
 def file_for(context: Context, model: nn.Module, key: str) -> Path:
-    """Where the plan of a pipeline is kept. Collective: a plan is for the devices of all ranks.
-
-    Args:
-        context: of the mode.
-        model: before it is cut.
-        key: of the pipeline, from `tuning.key_of`.
-    """
+    """Where the plan of a pipeline with this `tuning.key_of` is kept. Collective: it is for all ranks' devices."""
     recipe, world = context.recipe, context.world
     cards = [torch.cuda.get_device_name(device) for device in world.drives if device.type == "cuda"]
     machines = world.broadcast_object(world.gather((processor(), world.name, cards, torch.get_num_threads())))

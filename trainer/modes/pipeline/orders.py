@@ -53,13 +53,9 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
 def as_ready(holders: Sequence[int], stages: Sequence[tuple[float, float]], microbatches: int) -> list[list[Action]]:
     """Each worker's actions if it always does what is ready: forward passes first, those of its last stage before all.
 
-    List scheduling (Graham 1966) on the stages' seconds. Of a few numbers of micro-batches that may be under way at
-    once, the one with the shortest step; where others come within 1 %, the least. A stage takes micro-batches in their
-    order, so that sums do not depend on the seconds.
-
-    Args:
-        holders: which worker holds each stage.
-        stages: seconds of a micro-batch on each stage, forward and backward.
+    List scheduling (Graham 1966) on the stages' seconds, forward and backward; `holders` says which worker holds each.
+    Of a few numbers of micro-batches that may be under way at once, the one with the shortest step; where others come
+    within 1 %, the least. A stage takes micro-batches in their order, so that sums do not depend on the seconds.
     """
     workers = max(holders) + 1
     least = min(microbatches, workers)
@@ -110,18 +106,10 @@ def seconds_of(stages: Sequence[tuple[float, float]]) -> dict[tuple[str, int], f
 def simulate(
     orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
 ) -> list[Span]:
-    """When each worker does its actions if every one starts as soon as it can.
+    """When each worker does its actions if every one starts as soon as it can: spans, ordered by their begin.
 
-    Args:
-        orders: each worker's actions in its order.
-        seconds: of each (kind, stage); half of B where I and W are not given.
-        transfer: seconds between the end of an action and the start of the one that waits for it on another worker.
-
-    Returns:
-        Spans, ordered by their begin.
-
-    Raises:
-        ValueError: the orders wait for each other in a circle.
+    `seconds` are of each (kind, stage), half of B where I and W are not given; `transfer` seconds lie between an action
+    and one that waits for it on another worker. Raises ValueError where the orders wait for each other in a circle.
     """
     stages = 1 + max(action.stage for order in orders for action in order)
     done: dict[Action, tuple[float, int]] = {}  # end, worker

@@ -87,19 +87,11 @@ def find_plan(
     say: Callable[[str], None],
     room: float = math.inf,
 ) -> tuple[Plan, dict[str, Any]]:
-    """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest.
+    """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what is
+    known of it: its key, whether more trials would choose it too, its predicted bubble, the trials.
 
-    Args:
-        probe: times every block at so many images a micro-batch; infinite where memory is too small for that.
-        trial: runs a plan; infinite likewise.
-        room: free bytes of each worker.
-
-    Returns:
-        The plan, and what is known of it: its key, whether more trials would choose it too, its predicted bubble, and
-        the trials.
-
-    Raises:
-        DeviceMemoryError: nothing of what was tried fits.
+    `probe` times every block at so many images a micro-batch and `trial` runs a plan, infinite where memory is too
+    small for that; `room` are free bytes of each worker. Raises DeviceMemoryError where nothing of what was tried fits.
     """
     key = key_of(traced, recipe, pipe)
     candidates = counts_to_try(pipe)

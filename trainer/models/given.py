@@ -52,12 +52,9 @@ class Given:
         name = str(getattr(source, "__name__", type(source).__name__))
         known = (*SMALL, *torchvision.models.list_models(module=torchvision.models))
         if name in known:
-            return name if self.is_torchvisions(name) else f"my_{name}"
+            theirs = name not in SMALL and self.source is torchvision.models.get_model_builder(name)
+            return name if theirs else f"my_{name}"
         return name if name.isidentifier() else "model"
-
-    def is_torchvisions(self, name: str) -> bool:
-        """Whether this is torchvision's function of that name."""
-        return name not in SMALL and self.source is torchvision.models.get_model_builder(name)
 
     def __call__(self, num_classes: int, channels: int, image_size: int) -> nn.Module:
         if isinstance(self.source, nn.Module):

@@ -100,7 +100,10 @@ def read(path: Path) -> Any:
         tree = None if bare else OmegaConf.to_container(OmegaConf.load(path))
         tree = stored(tree) if path.name == "recipe.yaml" else tree
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: {_no_utf8(error)}") from None
+        if b"\x00" in error.object and not error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise RecipeError(f"{path}: a binary file, not a YAML recipe") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"{path}: line {line}: not UTF-8: save the file as UTF-8 text in your editor") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{path}: {_explained(error, text)}") from None
     except OSError as error:
@@ -143,14 +146,6 @@ def check_shape(text: str, name: str) -> None:
             raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH}, or more than {MAX_ALIASES} aliases")
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
             raise RecipeError(f"{name}: write the value itself, ${{...}} is not expanded")
-
-
-def _no_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with a file that is not UTF-8."""
-    number = error.object.count(b"\n", 0, error.start) + 1
-    if b"\x00" in error.object and not error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "a binary file, not a YAML recipe"
-    return f"line {number}: not UTF-8: save the file as UTF-8 text in your editor"
 
 
 def _explained(error: Exception, text: str) -> str:

@@ -24,7 +24,10 @@ def run_named(name: str) -> Path:
     there = [Path(candidate) for candidate in candidates if os.path.exists(candidate)]
     if not there:
         nor = f", nor {HOME}/{name[:120]}" if len(candidates) > 1 else ""
-        raise CheckpointError(f"'{name[:120]}' is not there{nor}: {_hint(path)}")
+        guess = nearest(os.path.basename(path), os.listdir(HOME) if os.path.isdir(HOME) else [])
+        hint = f"give a run, or a file of weights; python -m trainer runs lists those below {HOME}"
+        hint = f"did you mean {HOME}/{guess}?" if guess else hint
+        raise CheckpointError(f"'{name[:120]}' is not there{nor}: {hint}")
     good = [run for run in there if run.is_file() or any((run / file).is_file() for file in WEIGHTS)]
     return (good or there)[0]
 
@@ -35,11 +38,3 @@ def newest_run() -> Path:
     if weights is None:
         raise CheckpointError(f"there is no trained run below {HOME}: train one, or give a run or a file of weights")
     return weights.parent
-
-
-def _hint(path: str) -> str:
-    known = os.listdir(HOME) if os.path.isdir(HOME) else []
-    guess = nearest(os.path.basename(path), known)
-    if guess:
-        return f"did you mean {HOME}/{guess}?"
-    return f"give a run, or a file of weights; python -m trainer runs lists those below {HOME}"

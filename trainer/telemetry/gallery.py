@@ -9,7 +9,7 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -84,17 +84,13 @@ def _first(size: int) -> Any:
 @cache
 def _others(size: int) -> tuple[Any, ...]:
     """The system's fonts for Chinese, Japanese and Korean."""
+    walks = (os.walk(os.path.expanduser(folder)) for folder in FOLDERS)
+    paths = [os.path.join(place, name) for walk in walks for place, _, names in walk for name in names]
     fonts = []
-    for path in sorted(_matching())[:MOST]:
+    for path in sorted(path for path in paths if WIDE.search(os.path.basename(path)))[:MOST]:
         with suppress(OSError):
             fonts.append(ImageFont.truetype(path, size))
     return tuple(fonts)
-
-
-def _matching() -> Iterator[str]:
-    for folder in FOLDERS:
-        for place, _, names in os.walk(os.path.expanduser(folder)):
-            yield from (os.path.join(place, name) for name in names if WIDE.search(name))
 
 
 @cache

@@ -13,7 +13,7 @@ from trainer.errors import DeviceMemoryError
 from trainer.models.balance import BlockCost, stage_seconds
 from trainer.models.partition import trace
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
-from trainer.modes.pipeline.tuning import FINALISTS, ROUNDS, Pipe, Plan, Trial, find_plan, key_of, recall
+from trainer.modes.pipeline.tuning import FINALISTS, ROUNDS, Pipe, Plan, Trial, Tuner, key_of, recall
 from trainer.recipe import MEASURED, load
 
 
@@ -55,7 +55,7 @@ class Bench:
 
     def find(self, pipe, *words, room=math.inf):
         recipe = load(None, "mode=pipeline", *words)
-        return find_plan(TRACED, recipe, pipe, self.probe, self.trial, self.said.append, room)
+        return Tuner(TRACED, recipe, pipe, self.probe, self.trial, self.said.append, room).find_plan()
 
 
 def pipe(*counts, stages=2, schedules=("1f1b",), rows=96):
@@ -187,7 +187,8 @@ def test_cuts_are_those_of_the_shortest_step_in_the_order_of_the_schedule():
 def test_a_model_of_few_blocks_has_no_two_stages_a_rank():
     bench = Bench("111")
     short = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
-    find_plan(short, load(None, "mode=pipeline"), pipe_that_measures(), bench.probe, bench.trial, bench.said.append)
+    recipe, asked = load(None, "mode=pipeline"), pipe_that_measures()
+    Tuner(short, recipe, asked, bench.probe, bench.trial, bench.said.append).find_plan()
     assert {plan.stages for plan in bench.tried} == {2}
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from shlex import quote
 from statistics import fmean
 from typing import Any
@@ -61,7 +62,10 @@ class Staged(Strategy):
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
         if any(map(self.defers, self.pipe.counts)):
-            self._values = deferrable(self.model, self.context.example, self._without_deferring())
+            instead = "pipeline.deferred_batch_norm=false, which takes those of each micro-batch"
+            if self.recipe.pipeline.recompute:
+                instead = "pipeline.recompute=false and pipeline.deferred_batch_norm=false"
+            self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
 
@@ -78,15 +82,9 @@ class Staged(Strategy):
             self.known = known
             self.context.say(f"pipeline: as measured on this machine before; to measure again: rm {quote(str(kept))}")
             return plan
-        plan, self.known = tuning.find_plan(
-            traced,
-            self.recipe,
-            self.pipe,
-            lambda rows: self.probe(traced, rows),
-            lambda plan: self.trial(traced, plan),
-            self.context.say,
-            self.room(),
-        )
+        probe, trial = partial(self.probe, traced), partial(self.trial, traced)
+        tuner = tuning.Tuner(traced, self.recipe, self.pipe, probe, trial, self.context.say, self.room())
+        plan, self.known = tuner.find_plan()
         if self.world.is_main and self.known["trials"] and self.known["stable"]:
             kept_plans.write(kept, self.known)
         return plan
@@ -99,11 +97,6 @@ class Staged(Strategy):
     def defers(self, microbatches: int) -> bool:
         """Whether BatchNorm's statistics are those of several passes; a pass that is computed again counts once."""
         return self.recipe.pipeline.recompute or (self.recipe.pipeline.deferred_batch_norm and microbatches > 1)
-
-    def _without_deferring(self) -> str:
-        if self.recipe.pipeline.recompute:
-            return "set pipeline.recompute=false and pipeline.deferred_batch_norm=false, or mode=ddp"
-        return "set pipeline.deferred_batch_norm=false, which takes those of each micro-batch, or mode=ddp"
 
     # What a mode has to define.
 

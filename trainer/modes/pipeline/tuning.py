@@ -69,7 +69,7 @@ class _Predicted(BaseModel):
 
 
 class _Known(BaseModel):
-    """What `find_plan` returns beside the plan, as a file gives it back."""
+    """What `Tuner.find_plan` returns beside the plan, as a file gives it back."""
 
     plan: Plan
     stable: bool = True
@@ -78,137 +78,177 @@ class _Known(BaseModel):
     trials: list[dict[str, Any]]
 
 
-def find_plan(
-    traced: Traced,
-    recipe: Recipe,
-    pipe: Pipe,
-    probe: Callable[[int], list[BlockCost]],
-    trial: Callable[[Plan], Trial],
-    say: Callable[[str], None],
-    room: float = math.inf,
-) -> tuple[Plan, dict[str, Any]]:
-    """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what is
-    known of it: its key, whether more trials would choose it too, its predicted bubble, the trials.
+@dataclass(frozen=True)
+class Tuner:
+    """Chooses a plan for a pipe by measuring."""
 
-    `probe` times every block at so many images a micro-batch and `trial` runs a plan, infinite where memory is too
-    small for that; `room` are free bytes of each worker. Raises DeviceMemoryError where nothing of what was tried fits.
-    """
-    key = key_of(traced, recipe, pipe)
-    candidates = counts_to_try(pipe)
-    if len(candidates) > 1:
-        say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({', '.join(map(str, candidates))})")
-    costs = _probed(traced, recipe, pipe, candidates, probe, room)
-    if len(costs) < len(candidates):
-        large = ", ".join(str(m) for m in candidates if m not in costs)
-        say(f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out")
-    candidates = sorted(costs)
-    plans: list[Plan] = []
-    for schedule, stages in pipe.schedules:
-        if plans and stages > len(traced.cuts) + 1:
-            continue
-        some = [_planned(traced, recipe, pipe, schedule, stages, m, costs[m]) for m in candidates]
-        fitting = [p for p in some if needed(traced, pipe, recipe, p, costs[p.microbatches]) <= memory.USABLE * room]
-        plans += fitting if plans else some
-    best, trials, stable = plans[0], dict[Plan, Trial](), True
-    if len(plans) > 1:
-        best, trials, stable = _run(traced, recipe, pipe, plans, costs, trial)
-    of_best = stage_seconds(traced, best.cuts, costs[best.microbatches])
-    seconds, bubble = step_and_bubble(best.schedule, pipe.workers, best.microbatches, of_best)
-    return best, {
-        "key": key,
-        "plan": asdict(best),
-        "stable": stable,
-        "predicted": {"step_seconds": seconds, "bubble": bubble},
-        "stage_seconds": of_best,
-        "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
-    }
+    traced: Traced
+    recipe: Recipe
+    pipe: Pipe
+    probe: Callable[[int], list[BlockCost]]  # times all blocks at so many images a micro-batch; infinite without memory
+    trial: Callable[[Plan], Trial]  # runs a plan; infinite likewise
+    say: Callable[[str], None]
+    room: float = math.inf  # free bytes of each worker
 
+    def find_plan(self) -> tuple[Plan, dict[str, Any]]:
+        """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what is
+        known of it: its key, whether more trials would choose it too, its predicted bubble, the trials.
 
-def _planned(
-    traced: Traced,
-    recipe: Recipe,
-    pipe: Pipe,
-    schedule: str,
-    stages: int,
-    microbatches: int,
-    costs: Sequence[BlockCost],
-) -> Plan:
-    """The recipe's cuts, or those with which this schedule's step is shortest.
+        Raises DeviceMemoryError where nothing of what was tried fits.
+        """
+        candidates = counts_to_try(self.pipe)
+        if len(candidates) > 1:
+            counts = ", ".join(map(str, candidates))
+            self.say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({counts})")
+        costs = self._probed(candidates)
+        if len(costs) < len(candidates):
+            large = ", ".join(str(m) for m in candidates if m not in costs)
+            self.say(
+                f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out"
+            )
+        plans: list[Plan] = []
+        for schedule, stages in self.pipe.schedules:
+            if plans and stages > len(self.traced.cuts) + 1:
+                continue
+            some = [self._planned(schedule, stages, m, costs[m]) for m in sorted(costs)]
+            plans += [plan for plan in some if self._fits(plan, costs[plan.microbatches])] if plans else some
+        best, trials, stable = plans[0], dict[Plan, Trial](), True
+        if len(plans) > 1:
+            best, trials, stable = self._run(plans, costs)
+        seconds, bubble = self._predicted(best, costs)
+        return best, {
+            "key": key_of(self.traced, self.recipe, self.pipe),
+            "plan": asdict(best),
+            "stable": stable,
+            "predicted": {"step_seconds": seconds, "bubble": bubble},
+            "stage_seconds": stage_seconds(self.traced, best.cuts, costs[best.microbatches]),
+            "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
+        }
 
-    From stages that are equally fast on, one cut after the other, and each with its neighbour, goes where the step is
-    shortest, until none moves.
-    """
-    cuts = cuts_for(traced, recipe.pipeline.cuts, stages, costs)
+    def _predicted(self, plan: Plan, costs: Mapping[int, Sequence[BlockCost]]) -> tuple[float, float]:
+        """Seconds of a step and its bubble, transfers left out."""
+        seconds = stage_seconds(self.traced, plan.cuts, costs[plan.microbatches])
+        return step_and_bubble(plan.schedule, self.pipe.workers, plan.microbatches, seconds)
 
-    holders = ranks_of_stages(schedule, pipe.workers, stages // pipe.workers)
+    def _planned(self, schedule: str, stages: int, microbatches: int, costs: Sequence[BlockCost]) -> Plan:
+        """The recipe's cuts, or those with which this schedule's step is shortest.
 
-    @cache
-    def seconds(cuts: tuple[str, ...]) -> float:
-        return step_and_bubble(schedule, pipe.workers, microbatches, stage_seconds(traced, cuts, costs))[0]
+        From stages that are equally fast on, one cut after the other, and each with its neighbour, goes where the step
+        is shortest, until none moves.
+        """
+        traced, workers, wanted = self.traced, self.pipe.workers, self.recipe.pipeline.cuts
+        cuts = cuts_for(traced, wanted, stages, costs)
+        holders = ranks_of_stages(schedule, workers, stages // workers)
 
-    def least(cuts: tuple[str, ...]) -> float:
-        """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
-        work = [0.0] * pipe.workers
-        for holder, passes in zip(holders, stage_seconds(traced, cuts, costs), strict=True):
-            work[holder] += microbatches * sum(passes)
-        return max(work)
+        @cache
+        def seconds(cuts: tuple[str, ...]) -> float:
+            return step_and_bubble(schedule, workers, microbatches, stage_seconds(traced, cuts, costs))[0]
 
-    before = None
-    while recipe.pipeline.cuts == "auto" and cuts != before:
-        before = cuts
-        for first, last in [*((i, i) for i in range(len(cuts))), *pairwise(range(len(cuts)))]:
-            low = traced.cuts.index(cuts[first - 1]) + 1 if first else 0
-            high = traced.cuts.index(cuts[last + 1]) if last + 1 < len(cuts) else len(traced.cuts)
-            places = combinations(traced.cuts[low:high], last + 1 - first)
-            moved = [(*cuts[:first], *some, *cuts[last + 1 :]) for some in places]
-            shorter = [some for some in moved if least(some) * TIE < seconds(cuts)]
-            shortest = min(shorter, key=seconds, default=cuts)
-            if seconds(shortest) * TIE < seconds(cuts):
-                cuts = shortest
-    return Plan(cuts, microbatches, schedule, tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ())
+        def least(cuts: tuple[str, ...]) -> float:
+            """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
+            work = [0.0] * workers
+            for holder, passes in zip(holders, stage_seconds(traced, cuts, costs), strict=True):
+                work[holder] += microbatches * sum(passes)
+            return max(work)
 
+        before = None
+        while wanted == "auto" and cuts != before:
+            before = cuts
+            for first, last in [*((i, i) for i in range(len(cuts))), *pairwise(range(len(cuts)))]:
+                low = traced.cuts.index(cuts[first - 1]) + 1 if first else 0
+                high = traced.cuts.index(cuts[last + 1]) if last + 1 < len(cuts) else len(traced.cuts)
+                places = combinations(traced.cuts[low:high], last + 1 - first)
+                moved = [(*cuts[:first], *some, *cuts[last + 1 :]) for some in places]
+                shorter = [some for some in moved if least(some) * TIE < seconds(cuts)]
+                shortest = min(shorter, key=seconds, default=cuts)
+                if seconds(shortest) * TIE < seconds(cuts):
+                    cuts = shortest
+        measured = tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ()
+        return Plan(cuts, microbatches, schedule, measured)
 
-def _probed(
-    traced: Traced,
-    recipe: Recipe,
-    pipe: Pipe,
-    candidates: Sequence[int],
-    probe: Callable[[int], list[BlockCost]],
-    room: float,
-) -> dict[int, list[BlockCost]]:
-    """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
-    measured: dict[int, list[BlockCost]] = {}
-    for m in reversed(candidates):
-        rows = -(-pipe.rows // m)
-        if measured:
-            smaller = min(measured)
-            larger = rows / -(-pipe.rows // smaller)
-            guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in measured[smaller]]
-            schedule, stages = pipe.schedules[0]
-            plan = Plan(cuts_for(traced, recipe.pipeline.cuts, stages, guess), m, schedule)
-            if needed(traced, pipe, recipe, plan, guess) > memory.USABLE * room:
+    def _probed(self, candidates: Sequence[int]) -> dict[int, list[BlockCost]]:
+        """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
+        measured: dict[int, list[BlockCost]] = {}
+        for m in reversed(candidates):
+            rows = -(-self.pipe.rows // m)
+            if measured:
+                smaller = min(measured)
+                larger, known = rows / -(-self.pipe.rows // smaller), measured[smaller]
+                guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in known]
+                schedule, stages = self.pipe.schedules[0]
+                cuts = cuts_for(self.traced, self.recipe.pipeline.cuts, stages, guess)
+                if not self._fits(Plan(cuts, m, schedule), guess):
+                    break
+            costs = self.probe(rows)
+            if not all(math.isfinite(cost.forward) for cost in costs):
                 break
-        costs = probe(rows)
-        if not all(math.isfinite(cost.forward) for cost in costs):
-            break
-        measured[m] = costs
-    if not measured:
-        raise too_little(pipe, candidates[-1])
-    return measured
+            measured[m] = costs
+        if not measured:
+            raise too_little(self.pipe, candidates[-1])
+        return measured
 
+    def _fits(self, plan: Plan, costs: Sequence[BlockCost]) -> bool:
+        """Whether the fullest worker has room for its weights with their gradients and optimizer, and for what its
+        micro-batches keep."""
+        stages = by_stage(self.traced, plan.cuts, costs)
+        received = [0, *(stage[-1].bytes for stage in stages[:-1])]
+        kept = [sum(cost.kept for cost in stage) for stage in stages]
+        saved = [0] * len(kept) if self.recipe.pipeline.recompute else kept
+        passes = [memory.Pass(s, k, k, r) for s, k, r in zip(saved, kept, received, strict=True)]
+        virtual = plan.stages // self.pipe.workers
+        orders = pipeline_order(plan.schedule, self.pipe.workers, virtual, plan.microbatches, plan.stage_seconds)
+        needed = [memory.held(order, passes) for order in orders]
+        for stage, holder in zip(stages, ranks_of_stages(plan.schedule, self.pipe.workers, virtual), strict=True):
+            needed[holder] += memory.COPIES * sum(cost.weights for cost in stage)
+        return max(needed) <= memory.USABLE * self.room
 
-def needed(traced: Traced, pipe: Pipe, recipe: Recipe, plan: Plan, costs: Sequence[BlockCost]) -> int:
-    """Bytes on the fullest worker: its weights with their gradients and optimizer, and what its micro-batches keep."""
-    stages = by_stage(traced, plan.cuts, costs)
-    received = [0, *(stage[-1].bytes for stage in stages[:-1])]
-    kept = [sum(cost.kept for cost in stage) for stage in stages]
-    passes = [memory.Pass(0 if recipe.pipeline.recompute else k, k, k, r) for k, r in zip(kept, received, strict=True)]
-    virtual = plan.stages // pipe.workers
-    orders = pipeline_order(plan.schedule, pipe.workers, virtual, plan.microbatches, plan.stage_seconds)
-    workers = [memory.held(order, passes) for order in orders]
-    for stage, holder in zip(stages, ranks_of_stages(plan.schedule, pipe.workers, virtual), strict=True):
-        workers[holder] += memory.COPIES * sum(cost.weights for cost in stage)
-    return max(workers)
+    def _run(
+        self, plans: Sequence[Plan], costs: Mapping[int, Sequence[BlockCost]]
+    ) -> tuple[Plan, dict[Plan, Trial], bool]:
+        """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own
+        seconds.
+
+        What is close to the fastest is tried again until a round changes nothing, and the last value says whether it
+        did.
+        """
+        trials: dict[Plan, Trial] = {}
+
+        def best(*more: Plan) -> Plan:
+            for plan in more:
+                again = self.trial(plan)
+                trials[plan] = min(again, trials.get(plan, again), key=lambda tried: tried.seconds)
+            return min(trials, key=lambda plan: trials[plan].seconds)
+
+        promising = sorted(plans, key=lambda plan: self._predicted(plan, costs)[0])
+        firsts = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}
+        finalists = dict.fromkeys([*promising[:FINALISTS], *firsts.values()])
+        # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
+        chosen = best(*sorted(finalists, key=lambda plan: -plan.microbatches))
+        if not trials[chosen].fits:
+            raise too_little(self.pipe, chosen.microbatches)
+        for _ in range(2 if self.recipe.pipeline.cuts == "auto" else 0):  # side by side, stages slow each other
+            corrected = self._corrected(chosen, trials[chosen].busy, costs[chosen.microbatches])
+            again = self._planned(chosen.schedule, chosen.stages, chosen.microbatches, corrected)
+            if again in trials or best(again) != again:
+                break
+            chosen = again
+        for _ in range(ROUNDS):
+            limit = (1 + CLOSE) * trials[chosen].seconds
+            ranked = sorted(trials, key=lambda plan: trials[plan].seconds)
+            close = [plan for plan in ranked if trials[plan].seconds <= limit]
+            before = chosen
+            if len(close) == 1 or (chosen := best(*close[:FINALISTS])) == before:
+                return chosen, trials, True
+        return chosen, trials, False
+
+    def _corrected(self, plan: Plan, busy: Sequence[float], costs: Sequence[BlockCost]) -> list[BlockCost]:
+        """The costs of blocks as the plan's stages took them in a step, not one after the other."""
+        corrected = []
+        for seconds, blocks in zip(busy, by_stage(self.traced, plan.cuts, costs), strict=True):
+            predicted = plan.microbatches * sum(cost.forward + cost.backward for cost in blocks)
+            factor = seconds / predicted if predicted else 1.0
+            corrected += [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in blocks]
+        return corrected
 
 
 def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryError:
@@ -254,61 +294,3 @@ def counts_to_try(pipe: Pipe) -> list[int]:
     within = within or [min(pipe.counts, key=lambda m: abs(m - few))]
     wanted = (factor * pipe.workers for factor in CANDIDATES)
     return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
-
-
-def _run(
-    traced: Traced,
-    recipe: Recipe,
-    pipe: Pipe,
-    plans: Sequence[Plan],
-    costs: Mapping[int, Sequence[BlockCost]],
-    trial: Callable[[Plan], Trial],
-) -> tuple[Plan, dict[Plan, Trial], bool]:
-    """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own seconds.
-
-    What is close to the fastest is tried again until a round changes nothing, and the last value says whether it did.
-    """
-    trials: dict[Plan, Trial] = {}
-
-    def best(*more: Plan) -> Plan:
-        for plan in more:
-            again = trial(plan)
-            trials[plan] = min(again, trials.get(plan, again), key=lambda tried: tried.seconds)
-        return min(trials, key=lambda plan: trials[plan].seconds)
-
-    def predicted(plan: Plan) -> float:
-        seconds = stage_seconds(traced, plan.cuts, costs[plan.microbatches])
-        return step_and_bubble(plan.schedule, pipe.workers, plan.microbatches, seconds)[0]
-
-    promising = sorted(plans, key=predicted)
-    firsts = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}
-    finalists = dict.fromkeys([*promising[:FINALISTS], *firsts.values()])
-    # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
-    chosen = best(*sorted(finalists, key=lambda plan: -plan.microbatches))
-    if not trials[chosen].fits:
-        raise too_little(pipe, chosen.microbatches)
-    for _ in range(2 if recipe.pipeline.cuts == "auto" else 0):  # side by side, stages slow each other
-        corrected = _corrected(traced, chosen, trials[chosen].busy, costs[chosen.microbatches])
-        again = _planned(traced, recipe, pipe, chosen.schedule, chosen.stages, chosen.microbatches, corrected)
-        if again in trials or best(again) != again:
-            break
-        chosen = again
-    for _ in range(ROUNDS):
-        limit = (1 + CLOSE) * trials[chosen].seconds
-        close = [
-            plan for plan in sorted(trials, key=lambda plan: trials[plan].seconds) if trials[plan].seconds <= limit
-        ]
-        before = chosen
-        if len(close) == 1 or (chosen := best(*close[:FINALISTS])) == before:
-            return chosen, trials, True
-    return chosen, trials, False
-
-
-def _corrected(traced: Traced, plan: Plan, busy: Sequence[float], costs: Sequence[BlockCost]) -> list[BlockCost]:
-    """The costs of blocks as the plan's stages took them in a step, not one after the other."""
-    corrected = []
-    for seconds, blocks in zip(busy, by_stage(traced, plan.cuts, costs), strict=True):
-        predicted = plan.microbatches * sum(cost.forward + cost.backward for cost in blocks)
-        factor = seconds / predicted if predicted else 1.0
-        corrected += [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in blocks]
-    return corrected

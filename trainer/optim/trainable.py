@@ -45,23 +45,15 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     whole = {name for name, groups in convolutions.items() if groups == 1}
     outside = {name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
     outside |= {*list(convolutions)[:1], f"{head(model)}.weight"}
-    hidden = {
-        name: p.requires_grad
-        for name, p in model.named_parameters()
-        if (p.ndim == 2 or name in whole) and name not in outside and "bias" not in name.rpartition(".")[2]
-    }
-    trained = frozenset(name for name, trains in hidden.items() if trains)
-    if hidden and not trained:
-        raise RecipeError(
-            f"optimizer.name=muon trains hidden layers, and model.freeze leaves none of {recipe.model.name}'s to "
-            "train: use optimizer.name=sgd or adamw, or freeze fewer layers"
-        )
-    if not trained:
+    hidden = {name: p for name, p in model.named_parameters() if p.ndim == 2 or name in whole}
+    trained = {name for name, p in hidden.items() if p.requires_grad and "bias" not in name.rpartition(".")[2]}
+    if not trained - outside:
         raise RecipeError(
             f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "
-            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, or a model of more layers"
+            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, freeze fewer layers, or take "
+            "a model of more"
         )
-    return trained
+    return frozenset(trained - outside)
 
 
 def normalises_batches(model: nn.Module, recipe: Recipe) -> bool:

@@ -126,16 +126,8 @@ def _range(key: str, text: str, whole: bool) -> Range:
     match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower())
     low, high = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
     example = f"{key}={'16..256' if whole else '0.001..0.1'}"
-    if not math.isfinite(low) or not math.isfinite(high):
-        raise RecipeError(f"{key}={shown(text)} is not a range: write two numbers, as in {example}")
+    if not -math.inf < low < high < math.inf:
+        raise RecipeError(f"{key}={shown(text)} is not a range: write two numbers, the smaller first, as in {example}")
     if whole and not (low.is_integer() and high.is_integer()):
         raise RecipeError(f"{key}={shown(text)}: {key} is a whole number: write two of them, as in {example}")
-    if low >= high:
-        swapped = "..".join(text.split("..")[::-1])
-        hint = (
-            "is one number: leave the dots out"
-            if low == high
-            else f"starts with the larger number: write {key}={swapped}"
-        )
-        raise RecipeError(f"{key}={shown(text)} {hint}")
     return Range(key, low, high, whole)

@@ -173,7 +173,7 @@ def test_what_is_frozen_stays_to_the_last_bit(way, trained, tmp_path, full):
 def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
     """So that fine-tuning the last layer is not warned of a small batch."""
     recipe = load(None, "model.name=cnn", f"model.freeze={wanted}")
-    assert normalises_batches(build(recipe.model, 10, 1, 8), recipe) is looks
+    assert normalises_batches(build(recipe.model, 10, 1, 8)) is looks
 
 
 EXACT = {**WAYS, "single": ["mode=single"], "local_sgd": APART["local_sgd"]}

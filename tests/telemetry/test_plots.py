@@ -126,9 +126,8 @@ def test_a_sweep_of_anything(values, tmp_path, drawn):
 
 
 def test_scaling_has_its_ideal_and_its_efficiency(tmp_path, drawn):
-    plots.scaling(
-        tmp_path / "p.png", {"ddp": [Point(2, 180.0, 2.0), Point(1, 100.0, 1.0)]}, "ranks", "images per second"
-    )
+    series = {"ddp": [Point(2, 180.0, 2.0), Point(1, 100.0, 1.0)]}
+    plots.scaling(tmp_path / "p.png", series, "images per second", "speed")
     left, right = drawn[0].axes
     ideal = next(line for line in left.lines if line.get_label() == "ideal")
     assert list(ideal.get_xdata()) == [1, 2] and list(ideal.get_ydata()) == [100, 200]

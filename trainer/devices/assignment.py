@@ -20,7 +20,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
     """
     names = _named_devices(recipe, cuda)
     if recipe.traits.many_devices and local_size == 1:
-        return [_of_one_process(recipe, names, cuda)]
+        return [_of_one_process(recipe, names)]
     if recipe.traits.shared_memory and any(name != "cpu" for name in names):
         raise RecipeError(
             f"mode={recipe.mode} shares its weights in the CPU's memory: leave devices out, or write devices=[cpu]; "
@@ -83,7 +83,7 @@ def present(devices: Sequence[str], cuda: int) -> list[str]:
     return names
 
 
-def _of_one_process(recipe: Recipe, names: list[str], cuda: int) -> tuple[str, ...]:
+def _of_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
     """All devices of a mode that runs in one process; a stage each where the model is split."""
     if not recipe.traits.staged:
         return tuple(names)

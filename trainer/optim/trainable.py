@@ -56,7 +56,7 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     return frozenset(trained - outside)
 
 
-def normalises_batches(model: nn.Module, recipe: Recipe) -> bool:
+def normalises_batches(model: nn.Module) -> bool:
     """Whether some batch normalisation looks at the batch in training; a frozen one keeps the statistics it has."""
     still = frozen_norms(model)
     return any(isinstance(layer, _BatchNorm) and layer not in still for layer in model.modules())

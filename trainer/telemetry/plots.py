@@ -156,7 +156,7 @@ def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: s
     save_picture(figure, path)
 
 
-def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str, title: str = "") -> None:
+def scaling(path: Path, series: Mapping[str, Sequence[Point]], ylabel: str, title: str) -> None:
     """Speed over a number of ranks beside the ideal, n times the speed of one, and the share of it that is reached.
 
     The ideal starts at each mode's fewest ranks.
@@ -175,7 +175,7 @@ def scaling(path: Path, series: Mapping[str, Sequence[Point]], xlabel: str, ylab
     for axes in (left, right):
         axes.set_xticks(ranks, [f"{n:g}" for n in ranks])
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel("ranks")
     left.yaxis.set_major_formatter(_thousands)
     left.set_ylabel(ylabel)
     right.set_ylabel("efficiency, % of ideal")

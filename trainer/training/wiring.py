@@ -192,7 +192,7 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
     lines |= notes(model, recipe) | emulated(cards)
     peak, flops = utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(size, normalises_batches(model, recipe), lines, flops, peak)
+    return ModelFacts(size, normalises_batches(model), lines, flops, peak)
 
 
 def begin(run: Run, resolved: Resolved) -> None:

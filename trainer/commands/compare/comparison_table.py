@@ -186,7 +186,7 @@ def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], s
         return path
     if sweep.key == "nproc":
         over = {name: points for name, points in series.items() if points[0].x is not None}
-        plots.scaling(path, over, "ranks", SPEED, title)
+        plots.scaling(path, over, SPEED, title)
     else:
         plots.sweep(path, sweep.key, series, SPEED, title)
     return path

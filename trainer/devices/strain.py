@@ -46,7 +46,7 @@ class StrainMeter:
         self._processes, self._begun = processes, time.perf_counter()
         self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *_cores()
         self._periods, self._hot = _periods(), _hot()
-        self._cards = {str(device): asks for device in devices if (asks := _card(device)) is not None}
+        self._cards = {str(device): asking(device) for device in devices if device.type == "cuda"}
         self._looks, self._slow = 0, dict.fromkeys(self._cards, 0)
 
     def read(self) -> Strain:
@@ -76,7 +76,8 @@ class StrainMeter:
         self._looks += 1
         slow = []
         for name, ask in self._cards.items():
-            causes = [cause for bit, cause in THROTTLES.items() if ask() & bit]
+            bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+            causes = [cause for bit, cause in THROTTLES.items() if bits & bit]
             self._slow[name] += bool(causes)
             if causes and 2 * self._slow[name] > self._looks > 1:  # once is a moment
                 slow.append(f"{name} by {causes[0]}")
@@ -149,22 +150,23 @@ def _hot() -> float:
     return max((int(text) / 1e3 for path in times if (text := _text(path).strip()).isdigit()), default=0.0)
 
 
-def _card(device: torch.device) -> Callable[[], int] | None:
-    """Asks a card why it is slow, in NVML's bits; None where nvidia-ml-py is not installed or does not know it."""
-    if device.type != "cuda":
-        return None
+def asking(device: torch.device) -> Callable[..., Any]:
+    """Asks NVIDIA's management library of a card: a function's name and arguments give its answer.
+
+    None for what the card does not know, and for everything where nvidia-ml-py is not installed or lacks the card.
+    """
     try:
         import pynvml
         import torch
 
         pynvml.nvmlInit()
-        card: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except Exception:  # whatever it is, it is no reason to end a run
-        return None
+        return lambda *_: None
 
-    def ask() -> int:
-        with suppress(Exception):
-            return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(card))
-        return 0
+    def ask(function: str, *args: Any) -> Any:
+        with suppress(Exception):  # not every card knows everything
+            return getattr(pynvml, function)(card, *args)
+        return None
 
     return ask

@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 from contextlib import suppress
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.commands.doctor.findings import Findings
-from trainer.devices import cards, health
+from trainer.devices import cards, health, strain
 
 if TYPE_CHECKING:
     import torch
@@ -82,20 +82,7 @@ def _links(report: Findings, devices: list[torch.device]) -> None:
 def _managed(report: Findings, device: torch.device) -> list[tuple[str, str]]:
     """What NVIDIA's management library adds, where nvidia-ml-py is installed and knows the card."""
     rows: list[tuple[str, str]] = []
-    try:
-        import pynvml
-        import torch
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except Exception:
-        return rows
-
-    def ask(function: str, *args: Any) -> Any:
-        with suppress(Exception):  # not every card knows everything
-            return getattr(pynvml, function)(handle, *args)
-        return None
-
+    ask = strain.asking(device)
     mig = ask("nvmlDeviceGetMigMode")
     if mig is not None and mig[0]:
         rows.append(("divided (MIG)", "a process sees one part"))

@@ -150,7 +150,8 @@ class Saver:
             remove(draft)
 
     def _files_of(self, rank: int, draft: Path) -> dict[str, File]:
-        """What another rank has written, once it has; it may have not in time, or this machine may see it otherwise."""
+        """What another rank has written, once it has. Raises PeerError where that takes too long, and SetupError where
+        this machine sees it otherwise."""
         path, clock = _list_of(rank, draft), AwakeClock()
         while not path.exists():
             limits = [(clock, self.timeout), *([self._left] if self._left else [])]

@@ -173,7 +173,7 @@ class Callbacks:
         return report.take_answer(not isinstance(returned, bool | np.bool_) or bool(returned))
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """CallbackAnswer a message of `Remote` in a rank's process."""
+        """Answer a message of `Remote` in a rank's process."""
         figures = dict(message)
         kind = EpochReport if figures.pop("called") == "on_epoch" else StepReport
         return asdict(self.call(kind(**figures)))

@@ -50,8 +50,8 @@ def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     if not trained - outside:
         raise RecipeError(
             f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "
-            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, freeze fewer layers, or take "
-            "a model of more"
+            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, freeze fewer layers by "
+            "model.freeze, or take a model of more"
         )
     return frozenset(trained - outside)
 

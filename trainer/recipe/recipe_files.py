@@ -161,7 +161,7 @@ def _explained(error: Exception, text: str) -> str:
         colon = "; write key: value, with a space after the colon" * ("':'" in problem)
         return f"line {getattr(error, 'context_mark', mark).line + 1}: {context}, {problem}{colon}"
     if "mapping values are not allowed" in problem:
-        problem += "; indent keys of a section alike, and put a text with ': ' in it in quotes"
+        problem += "; write a space after each colon, indent keys alike, and put a text with ': ' in it in quotes"
     else:
         problem += "; look at this line and those above it"
     return f"line {mark.line + 1}: {problem}"

@@ -136,7 +136,7 @@ versions() {
 workers() {
     local cores
     cores=$(nproc 2>/dev/null || echo 2)
-    echo $((cores < 8 ? cores + 2 : 8))
+    echo $((cores < 6 ? cores + 2 : 8))
 }
 
 # One launcher a node, whatever the tasks per node.

@@ -17,7 +17,7 @@ import pytest
 from tests.command_line import PROJECT
 from trainer.cli.known_keys import COMMANDS
 
-WORKERS = min(len(os.sched_getaffinity(0)) + 1, 8)  # tests at once
+WORKERS = min(len(os.sched_getaffinity(0)) + 2, 8)  # tests at once
 # `uv venv` makes an environment whose python records its words; both commands are written down.
 UV = """#!/bin/bash
 echo "uv $*" >> "$LOG"

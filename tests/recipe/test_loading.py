@@ -301,7 +301,7 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
         ),
         (
             b"epochs: 3\n seed: 1\n",
-            "line 2: mapping values are not allowed in this context; indent keys of a section alike",
+            "line 2: mapping values are not allowed in this context; write a space after each colon",
         ),
         (b"epochs=3\n", "my_recipe.yaml: a recipe is a list of 'key: value' lines"),
         (b"epochs:3\nseed: 1\n", "line 2: "),

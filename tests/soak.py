@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from tests.command_line import orphaned_blocks, result
-from tests.storms import Job, hear_signals, pause, same, slack
+from tests.storms import TRACKER, Job, hear_signals, pause, same, slack
 from trainer import register_dataset
 
 BATCH, STEPS = 64, 100  # images of a step, steps of an epoch
@@ -65,8 +65,6 @@ KINDS = {  # how often, and the exit codes that it may bring about
     "clock": (4, set()),
 }
 GENTLE = [kind for kind, (_, codes) in KINDS.items() if not codes]
-# What Python's own resource tracker, once killed and started anew, says of what the one before it knew.
-TRACKER = r'Traceback .*\n  File ".*/resource_tracker\.py", line .*\n.*\nKeyError: .*\n'
 ROOM, NEAR = 20 * 2**20, 1.05  # bytes, and times as much, that is as good as flat
 CLOCK = r"""
 #define _GNU_SOURCE

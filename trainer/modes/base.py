@@ -49,6 +49,25 @@ class Context:
     say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
 
 
+def by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device and type, together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [*groups.values()]
+
+
+def in_a_row(tensors: Iterable[Tensor]) -> Tensor:
+    """The numbers of tensors of one type, (n,)."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def put_back(row: Tensor, tensors: list[Tensor]) -> None:
+    """Write what `in_a_row` gave into the tensors."""
+    pieces = torch.split(row, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)])
+
+
 def compile_in_place(module: nn.Module) -> None:
     """`module.compile()`: calls of it are compiled from now on, its parameters keep their names."""
     of_torch = (type(module).forward.__module__ or "").startswith("torch.nn.")
@@ -200,16 +219,9 @@ class Strategy:
 
         Those of a type go in one message: a network has dozens of them, of a few bytes.
         """
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for name, buffer in self.named_buffers().items():
-            for tensor in (buffer, *([averages[name]] if name in averages else [])):
-                alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for tensors in alike.values():
-            message = self.world.broadcast_(torch.cat([tensor.reshape(-1) for tensor in tensors]), along)
-            for tensor, values in zip(
-                tensors, message.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True
-            ):
-                tensor.copy_(values.view(tensor.shape))
+        buffers = self.named_buffers()
+        for tensors in by_type([*buffers.values(), *(averages[name] for name in buffers if name in averages)]):
+            put_back(self.world.broadcast_(in_a_row(tensors), along), tensors)
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.modes import Strategy
+from trainer.modes.base import Strategy, by_type, in_a_row, put_back
 from trainer.recipe import Recipe
 
 LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are more than an overflow
@@ -106,11 +106,8 @@ class Updater:
         if not self.tolerated:
             return
         if not self._buffers:
-            groups: dict[Any, list[Tensor]] = {}
-            for buffer in strategy.named_buffers().values():
-                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-            self._buffers = [*groups.values()]
-        self._before = [_flat(group) for group in self._buffers]
+            self._buffers = by_type(strategy.named_buffers().values())
+        self._before = [in_a_row(group) for group in self._buffers]
 
     def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
         """One optimizer step on the gradients there are.
@@ -162,9 +159,7 @@ class Updater:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         for group, before in zip(self._buffers, self._before, strict=True):
-            kept = torch.where(self.nonfinite.to(before.device) > 0, before, _flat(group))
-            pieces = torch.split(kept, [buffer.numel() for buffer in group])
-            torch._foreach_copy_(group, [piece.view(b.shape) for piece, b in zip(pieces, group, strict=True)])
+            put_back(torch.where(self.nonfinite.to(before.device) > 0, before, in_a_row(group)), group)
         return norm
 
     def _agree(self, loss: Tensor, strategy: Strategy) -> None:
@@ -195,10 +190,6 @@ class Updater:
         for name, tensor in self.state().items():
             if name in saved:
                 tensor.copy_(saved[name])
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:

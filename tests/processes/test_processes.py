@@ -23,6 +23,7 @@ from tests.command_line import PROJECT, environment
 HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
 HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
 HARMLESS |= {"context", "reduction", "util"}
+ALONE = {"fork_server": ["if os.fork() == 0:"]}
 FORKS = {"os.fork", "os.forkpty", "pty.fork"}
 CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_context"}
 
@@ -70,7 +71,9 @@ def well_called(name, call):
 
 @pytest.mark.parametrize("path", sorted(Path(trainer.__file__).parent.rglob("*.py")), ids=lambda p: p.stem)
 def test_nothing_forks_or_depends_on_the_global_start_method(path):
-    assert offences(path.read_text()) == []
+    lines = path.read_text().splitlines()
+    # A rank forks its server before it has threads.
+    assert [lines[number - 1].strip() for number in offences(path.read_text())] == ALONE.get(path.stem, [])
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """The one fork server of a process: loader workers and a DevicePool's workers are forked from it, in milliseconds.
 
-This process itself is never forked: after OpenMP or CUDA has started, the child hangs. Signals that reach the whole
-process group (Ctrl-C, torchrun's SIGTERM, a terminal that closes) mean the parent, which still finishes its step and
-saves: they are blocked from the server's first moment on, and in its children until those ignore them.
+This process itself is not forked: after OpenMP or CUDA has started, the child hangs. Only a rank of our launcher forks
+its server, in its first moment, so that it imports nothing for it. Signals that reach the whole process group (Ctrl-C,
+torchrun's SIGTERM, a terminal that closes) mean the parent, which still finishes its step and saves: they are blocked
+from the server's first moment on, and in its children until those ignore them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -14,9 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing import forkserver, resource_tracker, util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, reduction, resource_tracker, util
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.processes import early, family, pickling
 
@@ -25,7 +30,9 @@ ENDING = 0.5  # seconds that a killed process takes to end, at most
 GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone
 SAFE = "PYTHONSAFEPATH"  # Python's variable: the working folder is not where modules come from
 LONGEST = 70  # bytes of a folder's path; a socket's may have 107, of which Python needs 32
-SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with
+SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with, or 0
+
+_spare: Connection | None = None  # to the child that waits to be this process's server
 
 
 def context(*preload: str) -> Any:
@@ -42,14 +49,15 @@ def context(*preload: str) -> Any:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # whose start unblocks some
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    if threading.current_thread() is threading.main_thread():  # the kernel would kill the server with a lesser thread
-        os.environ[SERVED] = str(os.getpid())
+    # The kernel would kill the server with a lesser thread.
+    os.environ[SERVED] = str(os.getpid() if threading.current_thread() is threading.main_thread() else 0)
     _choose_folder()
     before = os.environ.get(SAFE)
     if Path.cwd() != Path(__file__).parents[2]:  # there a random.py would be the user's own, and taken for the library
         os.environ[SAFE] = "1"
     try:
-        forkserver.ensure_running()
+        with _forked_where_possible():
+            forkserver.ensure_running()
     finally:
         os.environ.pop(SERVED, None)
         os.environ.pop(SAFE, None)
@@ -83,6 +91,81 @@ def _choose_folder() -> None:
         tempfile.tempdir = typed
 
 
+@contextmanager
+def _forked_where_possible() -> Iterator[None]:
+    """Within this block a server that Python would start is this process's spare, if it has one that lives."""
+    python: Any = util
+    start_cold = python.spawnv_passfds
+
+    def start(path: str, words: Sequence[str], fds: Sequence[int]) -> int:
+        global _spare
+        if "multiprocessing.forkserver" not in words[-1]:  # a resource tracker was killed just now
+            return int(start_cold(path, words, fds))
+        spare, _spare = _spare, None
+        if spare is not None:
+            with spare, suppress(OSError, EOFError):  # it was killed
+                spare.send((words[-1], fds, dict(os.environ), os.sched_getaffinity(0)))
+                for fd in fds:
+                    reduction.send_handle(spare, fd, 0)
+                return int(spare.recv())
+        return int(start_cold(path, words, fds))
+
+    python.spawnv_passfds = start
+    try:
+        yield
+    finally:
+        python.spawnv_passfds = start_cold
+
+
+def _fork_spare() -> None:
+    """Fork what will be this process's server if it needs one; nothing where a user's script has started threads."""
+    global _spare
+    if len(os.listdir("/proc/self/task")) > 1:
+        return
+    ours, theirs = Pipe()
+    parent = os.getpid()
+    with suppress(OSError):  # no process can be forked now: a server is started when it is needed
+        if os.fork() == 0:
+            _be_spare(theirs, parent)
+        _spare = ours
+    theirs.close()
+
+
+def _be_spare(line: Connection, parent: int) -> NoReturn:
+    """Wait until the parent wants its server, and be that: the same command, with the same files and variables."""
+    code = 1
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        family.die_with_parent(parent)
+        os.closerange(3, line.fileno())
+        os.closerange(line.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        command, numbers, environment, cores = line.recv()
+        above, moved = max(line.fileno(), *numbers) + 1, []
+        for _ in numbers:
+            received = reduction.recv_handle(line)
+            moved.append(fcntl.fcntl(received, fcntl.F_DUPFD, above))
+            os.close(received)
+        line.send(os.getpid())
+        line.close()
+        for number, fd in zip(numbers, moved, strict=True):
+            os.dup2(fd, number, inheritable=False)
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(environment)
+        with suppress(OSError):  # a core is gone
+            os.sched_setaffinity(0, cores)
+        from trainer.processes import preload
+
+        preload.begin_server()
+        exec(command, {})
+    except EOFError:  # the parent ended without
+        code = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
 def begin_worker() -> None:
     """In a new worker: leave signals to the process that it works for, and go when that goes, however it goes.
 
@@ -90,17 +173,20 @@ def begin_worker() -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _begin()
+    _leave_server()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def begin_rank() -> None:
     """In a new rank, which has handlers: receive signals, and go when the launcher goes, as a worker does."""
     os.environ[family.PARENT] = str(os.getppid())
-    _begin()
-
-
-def _begin() -> None:
+    _leave_server()
+    _fork_spare()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _leave_server() -> None:
+    """Let the server end though this child of it hangs, and end with it and with whom it serves."""
     server: Any = forkserver._forkserver
     alive = server._forkserver_alive_fd
     if alive is not None:  # the server waits until all have closed it; a worker that hangs would keep it for ever

@@ -1,4 +1,4 @@
-"""What the fork server imports first: it dies with the process that started it, and what it forks dies with it.
+"""What a fork server imports first: it dies with the process that started it, and what it forks dies with it.
 
 By itself it would notice only when it has imported everything, and when all its children have noticed.
 """
@@ -12,6 +12,8 @@ from types import TracebackType
 from trainer.processes import family, fork_server
 from trainer.processes.interrupts import exit_now
 
+_server = 0  # this process's id, where it is a fork server
+
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Errors of children, but for that of one whose parent ended as it was started, and took along what it needs."""
@@ -21,12 +23,27 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
 
 
-server = os.getpid()
+def begin_server() -> None:
+    """In a new fork server: die with the process that it serves, if that says so."""
+    global _server
+    _server = os.getpid()
+    os.environ.pop(fork_server.SAFE, None)  # of what the children start
+    parent = int(os.environ.pop(fork_server.SERVED))
+    if parent:
+        family.die_with_parent(parent)
+
+
+def _begin_child() -> None:
+    """In what any process forks that has imported this: a server's child dies with it, others as they like."""
+    global _server
+    server, _server = _server, 0
+    if server:
+        family.die_with_parent(server)
+
+
 sys.excepthook = show
 # Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
-atexit.register(lambda: exit_now(0) if os.getpid() == server else None)
-os.environ.pop(fork_server.SAFE, None)  # of what the children start
-parent = os.environ.pop(fork_server.SERVED, "")
-if parent:
-    family.die_with_parent(int(parent))
-    os.register_at_fork(after_in_child=lambda: family.die_with_parent(server))
+atexit.register(lambda: exit_now(0) if _server else None)
+os.register_at_fork(after_in_child=_begin_child)
+if fork_server.SERVED in os.environ:
+    begin_server()

@@ -84,7 +84,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def told(request, tmp_path):
+def job(request, tmp_path):
     """What a rank and its workers see, and the process that started it."""
     (tmp_path / "script.py").write_text(RANK)
     process = subprocess.Popen(
@@ -100,13 +100,13 @@ def told(request, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "cold"), [("", 0), ("killed", 1), ("killed later", 1), ("threads", 1)], indirect=["told"]
+    ("job", "cold"), [("", 0), ("killed", 1), ("killed later", 1), ("threads", 1)], indirect=["job"]
 )
-def test_workers_of_a_rank_are_forked_from_what_it_forked_itself(told, cold):
+def test_workers_of_a_rank_are_forked_from_what_it_forked_itself(job, cold):
     """With its variables and cores of now and no file of its own; killed, or forked too late, a server starts cold."""
-    (children, started, seen, code, rank), process = told
+    (children, started, seen, code, rank), process = job
     assert started == cold and len(children) == (process.args[-1] != "threads")
-    own = "" == process.args[-1]
+    own = process.args[-1] == ""
     assert not own or {worker["server"] for worker in seen} == set(children)
     for worker in seen:
         facts = {key: worker[key] for key in ("blocked", "torch", "added", "removed", "ours", "forked")}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.command_line import PROJECT, environment
 
 RANK = """
@@ -87,7 +88,7 @@ if __name__ == "__main__":
 def job(request, tmp_path):
     """What a rank and its workers see, and the process that started it."""
     (tmp_path / "script.py").write_text(RANK)
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, str(tmp_path / "script.py"), request.param],
         env=environment(PYTHONPATH=str(PROJECT)),
         stdin=subprocess.PIPE,
@@ -100,7 +101,9 @@ def job(request, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("job", "cold"), [("", 0), ("killed", 1), ("killed later", 1), ("threads", 1)], indirect=["job"]
+    ("job", "cold"),
+    [("", 0), ("killed", 1), *(pytest.param(case, 1, marks=pytest.mark.full) for case in ("killed later", "threads"))],
+    indirect=["job"],
 )
 def test_workers_of_a_rank_are_forked_from_what_it_forked_itself(job, cold):
     """With its variables and cores of now and no file of its own; killed, or forked too late, a server starts cold."""

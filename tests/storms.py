@@ -210,7 +210,7 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
     with suppress(ProcessLookupError):  # it has just ended
         if kind == "kill":
             pid, rank = dice.choice(sorted(job.members().items()))
-            itself = pid in job.ranks().values()  # and not, say, its watchdog
+            itself = job.ranks().get(rank) == pid  # and not, say, its watchdog
             hit.victim = f"rank {rank}" if itself else "the launcher" if pid == job.main.pid else "a helper"
             os.kill(pid, signal.SIGKILL)
             if hit.victim == "a helper":  # a launcher's own, or none of ours: the job need not end of it

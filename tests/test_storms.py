@@ -136,8 +136,9 @@ REFUSED = [
 
 @pytest.mark.full("a quarter of an hour")
 @pytest.mark.parametrize("mode", MODES)
-def test_each_fault_ends_each_mode_with_its_code_and_the_run_goes_on(storms, mode, tmp_path):
+def test_each_fault_ends_each_mode_with_its_code_and_the_run_goes_on(mode, tmp_path):
     """No process and no shared memory are left, and the folder goes on to the undisturbed run's losses and weights."""
+    storms = Storms(tmp_path, SEED, warm.Popen)
     several = mode in SEVERAL
     last = (4 if mode == "1f1b 2x2" else 2) - 1 if several else 0
     reader = 0 if "mode=pipeline" in MODES[mode] else last

@@ -16,7 +16,7 @@ from tests.command_line import PROJECT, environment
 RANK = """
 import json, multiprocessing, os, signal, sys, threading, time
 from multiprocessing import util
-from trainer.processes import early, fork_server, preload
+from trainer.processes import early, fork_server
 
 def worker(line):
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, [])

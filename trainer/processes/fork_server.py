@@ -137,8 +137,9 @@ def _be_spare(line: Connection, parent: int) -> NoReturn:
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         family.die_with_parent(parent)
-        os.closerange(3, line.fileno())
-        os.closerange(line.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, line.fileno()}:
+            with suppress(OSError):  # the listing's own
+                os.close(fd)
         command, numbers, environment, cores = line.recv()
         above, moved = max(line.fileno(), *numbers) + 1, []
         for _ in numbers:
@@ -158,7 +159,7 @@ def _be_spare(line: Connection, parent: int) -> NoReturn:
 
         preload.begin_server()
         exec(command, {})
-    except EOFError:  # the parent ended without
+    except (EOFError, SystemExit):  # the parent ended
         code = 0
     except Exception:
         sys.excepthook(*sys.exc_info())

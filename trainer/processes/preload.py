@@ -28,7 +28,7 @@ def begin_server() -> None:
     global _server
     _server = os.getpid()
     os.environ.pop(fork_server.SAFE, None)  # of what the children start
-    parent = int(os.environ.pop(fork_server.SERVED))
+    parent = int(os.environ.pop(fork_server.SERVED, "0"))  # an import may have been first
     if parent:
         family.die_with_parent(parent)
 

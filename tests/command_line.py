@@ -97,6 +97,14 @@ def free_port():
         return str(one.getsockname()[1])
 
 
+def alive(pid):
+    """Whether a process runs, or could."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def blocks():
     """Blocks of shared memory that have a name; semaphores are not counted, which any program may have for a moment."""
     with os.scandir("/dev/shm") as entries:

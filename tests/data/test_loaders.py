@@ -579,7 +579,7 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.parametrize("thread", ["main", pytest.param("lesser", marks=pytest.mark.full)])
+@pytest.mark.parametrize("thread", ["main", "lesser"])
 def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
     """Also those of a fork server that a lesser thread started, to which the kernel does not tell of the rank's end."""
     script = textwrap.dedent(f"""

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT, alive, environment
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
 from trainer.launch.topology import Launch
@@ -113,13 +113,6 @@ def wait_until_ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
         assert line, process.communicate()
         text += line
     return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT, alive, environment
 from trainer.errors import SetupError
 from trainer.processes import family
 from trainer.processes.family import PARENT
@@ -75,11 +75,3 @@ with family.started([sys.executable, "-c", {command!r}], stdin=subprocess.PIPE, 
     while alive(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(int(pid))
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT, alive, environment
 
 RANK = """
 import json, multiprocessing, os, signal, sys, threading, time
@@ -53,8 +52,9 @@ def rank(line, case):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     start, cold = util.spawnv_passfds, []
     util.spawnv_passfds = lambda path, words, fds: cold.append(words) or start(path, words, fds)
-    if case == "killed":
-        os.kill(children[0], signal.SIGKILL)
+    if case in ("killed", "stopped"):
+        fork_server.ANSWER = 0.5
+        os.kill(children[0], signal.SIGKILL if case == "killed" else signal.SIGSTOP)
         time.sleep(0.2)
     def begin():
         ours, theirs = multiprocessing.Pipe()
@@ -66,7 +66,7 @@ def rank(line, case):
         os.kill(seen[0]["server"], signal.SIGKILL)
         time.sleep(0.5)
         seen.append(begin())
-    line.send((children, len(cold), seen, forked(), os.getpid()))
+    line.send((children, len(cold), seen, forked(), os.getpid(), spares()))
     time.sleep(1000)
 
 def spares():
@@ -102,15 +102,21 @@ def job(request, tmp_path):
 
 @pytest.mark.parametrize(
     ("job", "cold"),
-    [("", 0), ("killed", 1), *(pytest.param(case, 1, marks=pytest.mark.full) for case in ("killed later", "threads"))],
+    [
+        ("", 0),
+        ("killed", 1),
+        *(pytest.param(case, 1, marks=pytest.mark.full) for case in ("stopped", "killed later", "threads")),
+    ],
     indirect=["job"],
 )
 def test_workers_of_a_rank_are_forked_from_what_it_forked_itself(job, cold):
-    """With its variables and cores of now and no file of its own; killed, or forked too late, a server starts cold."""
-    (children, started, seen, code, rank), process = job
+    """With its variables and cores of now and no file of its own; a server starts cold where none answers."""
+    (children, started, seen, code, rank, now), process = job
     assert started == cold and len(children) == (process.args[-1] != "threads")
-    own = process.args[-1] == ""
-    assert not own or {worker["server"] for worker in seen} == set(children)
+    if process.args[-1] == "":
+        assert {worker["server"] for worker in seen} == set(children)
+    else:
+        assert len(now) == 1 and now != children, "what did not serve is gone, and no zombie"
     for worker in seen:
         facts = {key: worker[key] for key in ("blocked", "torch", "added", "removed", "ours", "forked")}
         assert facts == {
@@ -122,13 +128,6 @@ def test_workers_of_a_rank_are_forked_from_what_it_forked_itself(job, cold):
     os.kill(rank, signal.SIGKILL)
     ended = {worker["pid"] for worker in seen} | {worker["server"] for worker in seen}
     deadline = time.monotonic() + 5
-    while (left := {pid for pid in ended if _lives(pid)}) and time.monotonic() < deadline:
+    while (left := {pid for pid in ended if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == set()
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

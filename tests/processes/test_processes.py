@@ -23,7 +23,7 @@ from tests.command_line import PROJECT, environment
 HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
 HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
 HARMLESS |= {"context", "reduction", "util"}
-ALONE = {"fork_server": ["if os.fork() == 0:"]}
+ALONE = {"fork_server": ["pid = os.fork()"]}
 FORKS = {"os.fork", "os.forkpty", "pty.fork"}
 CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_context"}
 

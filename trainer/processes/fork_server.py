@@ -32,7 +32,9 @@ SAFE = "PYTHONSAFEPATH"  # Python's variable: the working folder is not where mo
 LONGEST = 70  # bytes of a folder's path; a socket's may have 107, of which Python needs 32
 SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with, or 0
 
-_spare: Connection | None = None  # to the child that waits to be this process's server
+ANSWER = 10.0  # seconds that a spare may take until it has what it needs to be the server
+
+_spare: tuple[int, Connection] | None = None  # the child that waits to be this process's server: its id, and the line
 
 
 def context(*preload: str) -> Any:
@@ -103,11 +105,17 @@ def _forked_where_possible() -> Iterator[None]:
             return int(start_cold(path, words, fds))
         spare, _spare = _spare, None
         if spare is not None:
-            with spare, suppress(OSError, EOFError):  # it was killed
-                spare.send((words[-1], fds, dict(os.environ), os.sched_getaffinity(0)))
+            pid, line = spare
+            with line, suppress(OSError, EOFError):  # it was killed
+                line.send((words[-1], fds, dict(os.environ), os.sched_getaffinity(0)))
                 for fd in fds:
-                    reduction.send_handle(spare, fd, 0)
-                return int(spare.recv())
+                    reduction.send_handle(line, fd, pid)
+                if line.poll(ANSWER):
+                    line.recv()
+                    return pid
+            with suppress(OSError):  # or is stopped
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         return int(start_cold(path, words, fds))
 
     python.spawnv_passfds = start
@@ -120,15 +128,16 @@ def _forked_where_possible() -> Iterator[None]:
 def _fork_spare() -> None:
     """Fork what will be this process's server if it needs one; nothing where a user's script has started threads."""
     global _spare
-    if len(os.listdir("/proc/self/task")) > 1:
-        return
-    ours, theirs = Pipe()
     parent = os.getpid()
-    with suppress(OSError):  # no process can be forked now: a server is started when it is needed
-        if os.fork() == 0:
-            _be_spare(theirs, parent)
-        _spare = ours
-    theirs.close()
+    with suppress(OSError):  # it may have no more processes or files now: a server is started when it is needed
+        if len(os.listdir("/proc/self/task")) > 1:
+            return
+        ours, theirs = Pipe()
+        with theirs:
+            pid = os.fork()
+            if pid == 0:
+                _be_spare(theirs, parent)
+            _spare = pid, ours
 
 
 def _be_spare(line: Connection, parent: int) -> NoReturn:
@@ -146,7 +155,7 @@ def _be_spare(line: Connection, parent: int) -> NoReturn:
             received = reduction.recv_handle(line)
             moved.append(fcntl.fcntl(received, fcntl.F_DUPFD, above))
             os.close(received)
-        line.send(os.getpid())
+        line.send(None)
         line.close()
         for number, fd in zip(numbers, moved, strict=True):
             os.dup2(fd, number, inheritable=False)

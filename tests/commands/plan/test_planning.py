@@ -25,11 +25,8 @@ def test_a_plan_for_more_devices_than_there_are():
     assert found["world_size"] == 8 and found["fits"] is True
     assert found["batch"]["per_shard"] == 32
     assert found["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
-    whole, half = (
-        plan(load_recipe("digits", "mode=ddp", *words), nproc=8)["communication"]["all_reduce_bytes_per_device"]
-        for words in ([], ["ddp.compress=bf16"])
-    )
-    assert half == whole / 2 > 0
+    compressed = plan(load_recipe("resnet50", "ddp.compress=bf16"), nproc=8)["communication"]
+    assert compressed["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 2 * 25_557_032
     assert found["steps"]["per_epoch"] is None  # no folder
     assert found["memory_limit"]["bytes"] == 24 * 2**30
 

@@ -209,7 +209,9 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
     hit.at, limit = at, 5.0
     with suppress(ProcessLookupError):  # it has just ended
         if kind == "kill":
-            pid, rank = dice.choice(sorted(job.members().items()))
+            if not (members := sorted(job.members().items())):  # it has just ended
+                return None
+            pid, rank = dice.choice(members)
             itself = job.ranks().get(rank) == pid  # and not, say, its watchdog
             hit.victim = f"rank {rank}" if itself else "the launcher" if pid == job.main.pid else "a helper"
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What all tests share: `--all` for the full counts, `full` for tests of those alone, `gpu` for a CUDA device."""
+"""What all tests share: `--all` for the full counts, `full` for tests of those alone, `-m gpu` for a CUDA device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the full counts instead of a sample of each")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only `-m gpu` sees the machine's cards: other tests are the same on every machine."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """The processes that run tests are forked warm too; not where they use a GPU, which goes with no fork."""
-    if not Path("/dev/nvidiactl").exists():
+    if config.option.markexpr != "gpu":
         warm.everything()
 
 
@@ -75,4 +80,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not cards.detect().count:
             for item in marked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and -m gpu"))

@@ -4,9 +4,9 @@
 
 `prove` runs first, then the tests that need a card. What the machine lacks of Python's packages is taken from a folder
 of wheels (`pip wheel --wheel-dir wheels omegaconf pytest`, made where there is a network): those that are not installed
-are unpacked beside everything else, so that neither pip nor a package index is needed. `results` gets at most eight
-files of at most 16 MiB, while they grow: cut off at any moment, it holds what was done by then. The same line goes on
-where it was, as `prove` does.
+are unpacked for a Python of its own that also has all that is installed, so that neither pip nor a package index is
+needed. `results` gets at most eight files of at most 16 MiB, while they grow: cut off at any moment, it holds what was
+done by then. The same line goes on where it was, as `prove` does.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import argparse
 import os
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tarfile
 import time
+import venv
 import zipfile
 from contextlib import suppress
 from importlib import metadata
@@ -44,6 +46,15 @@ def unpacked(wheels: Path | None, site: Path) -> list[str]:
             whole.extractall(site)
         done.append(wheel.name)
     return done
+
+
+def python(home: Path, unpacked: Path) -> str:
+    """An environment's Python that finds what this one has and what was unpacked, however its children are started."""
+    venv.create(home / "venv", symlinks=True)
+    own = next((home / "venv").glob("lib/python*/site-packages"))
+    places = [str(unpacked), *site.getsitepackages()]
+    (own / "first_minutes.pth").write_text("".join(f"import site; site.addsitedir({place!r})\n" for place in places))
+    return str(home / "venv" / "bin" / "python")
 
 
 def bring(home: Path, out: Path) -> None:
@@ -101,12 +112,13 @@ def main() -> int:
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     home, out = HOME.absolute(), Path(options.out).absolute()
-    site = home / "site"
-    for folder in (out, site):
+    wheels = home / "wheels"
+    for folder in (out, wheels):
         folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    unpacked(options.wheels, site)
-    paths = [str(site), str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    unpacked(options.wheels, wheels)
+    interpreter = python(home, wheels)
+    paths = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     environment["TRAINER_PARENT"] = str(os.getpid())  # whom `prove` ends with
     codes = []
@@ -118,7 +130,7 @@ def main() -> int:
         if options.only != "tests":
             minutes = options.minutes * (PROVING if options.only is None else 0.9)
             words = ["prove", f"minutes={minutes:.2f}", f"output={home / 'proof'}", *options.words]
-            command = [sys.executable, "-m", "trainer", *words]
+            command = [interpreter, "-m", "trainer", *words]
             # A check that is at work when the minutes are over comes to its end.
             limit = left() - (LEAST if options.only is None else 5)
             codes.append(run(command, out / "prove.log", environment, limit, lambda: bring(home, out)))
@@ -126,7 +138,7 @@ def main() -> int:
             marked = [
                 str(path) for path in sorted(PROJECT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()
             ]
-            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--rootdir", str(PROJECT), *marked]
+            command = [interpreter, "-m", "pytest", "-m", "gpu", "-v", "--rootdir", str(PROJECT), *marked]
             codes.append(run(command, out / "tests.log", environment, left() - 5, lambda: None))
     finally:
         bring(home, out)

@@ -33,7 +33,17 @@ for name in ("proof.json", "proof.md", "proof.png"):
     (folder / name).write_text(json.dumps(words))
 sys.exit(int(os.environ.get("CODE", "0")))
 """
-TESTS = "import pytest\n\n@pytest.mark.gpu\ndef test_card():\n    pass\n\ndef test_other():\n    raise SystemError\n"
+TESTS = """
+import subprocess, sys
+import pytest
+
+@pytest.mark.gpu
+def test_card():
+    subprocess.run([sys.executable, "-c", "import neededthing"], env={}, check=True)
+
+def test_other():
+    raise SystemError
+"""
 
 
 @pytest.fixture
@@ -82,7 +92,7 @@ def test_the_whole_trip(machine):
     words = json.loads((out / "proof.json").read_text())
     assert words["devices"] == "[cpu,cpu]" and float(words["minutes"]) == pytest.approx(1.3)
     assert "neededthing True" in (out / "prove.log").read_text(), "what is missing came with a wheel"
-    assert not (machine / "runs" / "first_minutes" / "site" / "torch").exists(), "what is installed stays as it is"
+    assert not (machine / "runs" / "first_minutes" / "wheels" / "torch").exists(), "what is installed stays as it is"
     assert "1 passed, 1 deselected" in (out / "tests.log").read_text()
     with tarfile.open(out / "logs.tar.gz") as archive:
         assert archive.getnames() == ["single.log"]

@@ -39,6 +39,11 @@ def test_devices(words, local, cuda, expected):
     assert assign_devices(load(None, *words), local, cuda) == expected
 
 
+@pytest.mark.parametrize(("cuda", "drives"), [(0, "cpu"), (1, "cuda:0"), (2, "cuda:0")])
+def test_one_process_on_each_node_has_one_device(cuda, drives):
+    assert assign_devices(load(None, "mode=pipeline", "pipeline.stages=2"), 1, cuda, nodes=2) == [(drives,)]
+
+
 @pytest.mark.parametrize(
     ("words", "local", "cuda", "says"),
     [

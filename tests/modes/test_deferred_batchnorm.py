@@ -332,7 +332,7 @@ def test_statistics_on_a_gpu():
     for piece in batch().cuda().split(UNEVEN):
         ours(piece)
     ours.commit()
-    torch.testing.assert_close(statistics(ours), statistics(theirs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics(ours.layer), statistics(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_frozen_gathers_nothing():

@@ -91,6 +91,12 @@ def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
     assert cuda.result["peak_memory_bytes"].keys() == driven and all(cuda.result["peak_memory_bytes"].values())
 
 
+@pytest.mark.parametrize("words", ["mode=single devices=[cpu]", "mode=hogwild"])
+def test_a_run_on_the_cpu_of_a_machine_with_cards(words):
+    done = runs.on_cuda(f"{words} model.name=mlp logging.tensorboard=true")
+    assert done.result["devices"] == ["cpu"] and done.errors == []
+
+
 # Waits of the host.
 
 

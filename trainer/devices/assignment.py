@@ -10,7 +10,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, Recipe
 
 
-def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str, ...]]:
+def assign_devices(recipe: Recipe, local_size: int, cuda: int, nodes: int = 1) -> list[tuple[str, ...]]:
     """The devices that each local rank drives: one, or all in a mode of one process and several devices.
 
     Without a GPU, CPU stand-ins take the place of a split model's devices. Workers of local SGD may share a device.
@@ -19,7 +19,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int) -> list[tuple[str
         RecipeError: devices that are not here, or another number than the mode can use, with the number that works.
     """
     names = _named_devices(recipe, cuda)
-    if recipe.traits.many_devices and local_size == 1:
+    if recipe.traits.many_devices and local_size == nodes == 1:
         return [_of_one_process(recipe, names)]
     if recipe.traits.shared_memory and any(name != "cpu" for name in names):
         raise RecipeError(

@@ -64,8 +64,9 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int 
     else:
         launch = choose_launch(os.environ, nproc, recipe, resources.cuda_count, resources.cores())
         size = launch.size
-    check_processes(recipe, size, size // launch.nproc)
-    assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe))
+    machines = size // launch.nproc
+    check_processes(recipe, size, machines)
+    assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe), machines)
     return None if rank.launched or (size == 1 and not max_restarts) else launch
 
 

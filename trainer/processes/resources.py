@@ -74,7 +74,7 @@ def locate(recipe: Recipe) -> World:
 
     me = place()
     cuda = cuda_wanted(recipe)
-    assigned = assign_devices(recipe, me.local_size, cuda)
+    assigned = assign_devices(recipe, me.local_size, cuda, me.size // me.local_size)
     drives = tuple(map(torch.device, assigned[me.local_rank]))
     device = drives[0]
     threads = threads_per_process(recipe, me.local_size)

@@ -241,7 +241,7 @@ def _next(run: Run, words: Sequence[str]) -> list[tuple[str, str]]:
 
 def _machine(run: Run) -> dict[str, str]:
     facts = {"host": platform.node(), "system": platform.platform(), "cores": f"{cores()} for this process"}
-    if torch.cuda.is_available():
+    if run.world.device.type == "cuda":
         facts["GPU"] = torch.cuda.get_device_name(run.world.device)
     return facts | {what: version for what, version in reporting.versions().items() if version}
 

@@ -222,7 +222,9 @@ class FakeModel:
     def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
         if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
             return self.in_precision(stage, inputs)
-        out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            self.in_precision, stage, inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
         return out
 
 

@@ -123,7 +123,7 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
         if "plugin" not in given:
             check_names(recipe)
         check_processes(recipe, nodes * nproc, nodes)
-        gpus = max(gpus, _gpus(recipe, nproc))
+        gpus = max(gpus, _gpus(recipe, nproc, nodes))
     submission = Submission(
         recipe=base,
         words=(*(f"{key}={given[key]}" for key in LAUNCH if key in given and key != "nproc"), *rest),
@@ -170,20 +170,20 @@ def _varied(array: str | None) -> list[str]:
     return [sweep.word(value) for value in sweep.values]
 
 
-def _gpus(recipe: Recipe, nproc: int) -> int:
+def _gpus(recipe: Recipe, nproc: int, nodes: int) -> int:
     """The GPUs that each node must have for the recipe; its devices are held against them."""
     if recipe.traits.shared_memory or set(recipe.devices) == {"cpu"}:
         count = 0
     elif recipe.devices != "auto":
         count = 1 + max(int(name.partition(":")[2] or 0) for name in recipe.devices if name != "cpu")
-    elif recipe.traits.many_devices and nproc == 1:
+    elif recipe.traits.many_devices and nproc == nodes == 1:
         count = recipe.pipeline.stages or 0
         if not count:
             raise RecipeError(f"mode={recipe.mode} drives several GPUs: write which, as in devices=[cuda:0,cuda:1]")
     else:
         count = nproc
     try:
-        assign_devices(recipe, nproc, count)
+        assign_devices(recipe, nproc, count, nodes)
     except SetupError as error:
         raise RecipeError(str(error)) from None
     return count

@@ -215,7 +215,8 @@ class Staged(Strategy):
         if deferred is not None:
             deferred.begin()
         if self.recipe.pipeline.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False)
+            # Stopping early raises through C++: in a GPU's backward thread torch 2.11 loses that exception.
+            out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, early_stop=False)
         else:
             out = self.in_precision(stage, inputs)
         if deferred is not None:

@@ -1,8 +1,12 @@
 """What needs a CUDA device; skipped with a reason where there is none."""
 
+from contextlib import ExitStack
+
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, free_port, losses, ok, result, torchrun, trainer
+from tests.modes import test_parity as parity
+from tests.modes.ways import EXACT, ONE_PROCESS
 
 pytestmark = pytest.mark.gpu
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -70,3 +74,38 @@ def test_four_workers_of_local_sgd_on_one_card(tmp_path):
     found = result(tmp_path / "run")
     assert found["world_size"] == 4 and found["val_top1"] > 0.95, done.stdout
     assert found["throughput"]["per_device"] == pytest.approx(found["throughput"]["samples_per_sec"])
+
+
+OVER_NCCL = {name: words for name, words in EXACT.items() if name not in ONE_PROCESS}
+OVER_NCCL["fsdp offload"] = ["mode=fsdp", "nproc=2", "fsdp.offload=true"]
+FULL_FP32 = {**GPU, "NVIDIA_TF32_OVERRIDE": "0"}
+TRAINED = [*parity.SMALL, *parity.SHALLOW, *parity.TWICE]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single") / "run"
+    ok(*TRAINED, "mode=single", f"output={folder}", env=FULL_FP32)
+    return folder
+
+
+@pytest.mark.parametrize("name", OVER_NCCL)
+def test_ranks_on_one_card_over_nccl_train_as_single_does(name, single, tmp_path):
+    """NCCL refuses two ranks of one host on one card: to it, each rank is on a host of its own."""
+    (nproc,) = (word for word in OVER_NCCL[name] if word.startswith("nproc="))
+    words = [*TRAINED, *OVER_NCCL[name], f"output={tmp_path / 'run'}"]
+    words.remove(nproc)
+    count, port = int(nproc.partition("=")[2]), free_port()
+    with ExitStack() as closing:
+        ranks = []
+        for rank in range(count):
+            node = [f"--nnodes={count}", f"--node_rank={rank}", "--nproc_per_node=1"]
+            met = [*node, "--master_addr=127.0.0.1", f"--master_port={port}"]
+            env = {**FULL_FP32, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            ranks.append(closing.enter_context(torchrun(*words, arguments=met, env=env)))
+        ended = [(rank.communicate(timeout=180)[0], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0] * count, ended
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=parity.FP32)
+    assert parity.norms(tmp_path / "run") == pytest.approx(parity.norms(single), rel=parity.FP32)
+    apart = parity.distances(parity.tensors(tmp_path / "run"), parity.tensors(single))
+    assert all(distance < parity.FP32 for distance in apart.values()), apart

@@ -121,7 +121,8 @@ def _check(line: Line) -> None:
     words = line.words
     if words[0] == "./launch.sh":
         allowed = words[1] == "tensorboard" or all(
-            word in ("--all", "--versions", "--versions=lowest") or (PROJECT / word).exists() for word in words[2:]
+            word in ("--all", "--versions", "--versions=lowest", "-m", "gpu") or (PROJECT / word).exists()
+            for word in words[2:]
         )
         assert allowed, words
     elif words[:2] == ("python", "-m"):

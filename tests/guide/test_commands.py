@@ -61,6 +61,7 @@ NOT_RUN = {
         "./launch.sh test",
         "./launch.sh test --all",
         "./launch.sh test --versions",
+        "./launch.sh test -m gpu",
         "./launch.sh test tests/modes",
         "python -m tests.storms --kills=400 --signals=600 --stops=200 --seed=7",
         "python -m tests.soak --minutes=120 --seed=1",

@@ -215,7 +215,7 @@ class Staged(Strategy):
         if deferred is not None:
             deferred.begin()
         if self.recipe.pipeline.recompute and torch.is_grad_enabled():
-            # Stopping early raises through C++: in a GPU's backward thread torch 2.11 loses that exception.
+            # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception.
             out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, early_stop=False)
         else:
             out = self.in_precision(stage, inputs)

@@ -21,7 +21,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
        ./launch.sh COMMAND --help                 more on these and compare, sweep, plan, predict, completion, version
-       ./launch.sh test [--all] [pytest args]     test the installation; --all runs the full counts
+       ./launch.sh test [--slow] [pytest args]    test the installation; --slow takes longer, --all hours
        ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, beside .venv
 
 The first use makes .venv beside this script and installs into it, with uv where present; pip's and uv's own

@@ -1,4 +1,4 @@
-"""What all tests share: `--all` for the full counts, `full` for tests of those alone, `-m gpu` for a CUDA device."""
+"""What all tests share: `--slow` for what takes seconds, `--all` for full counts too, `-m gpu` for a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ warm.what_is_asked_for()  # multiprocessing's servers need not import torch eith
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the full counts instead of a sample of each")
+    parser.addoption("--slow", action="store_true", help="run tests of several seconds too")
+    parser.addoption("--all", action="store_true", help="and the full counts instead of a sample of each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if marker := item.get_closest_marker("full"):
                 reason = next(iter(marker.args), "one of several alike, or long")
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
+            elif item.get_closest_marker("slow") and not config.getoption("--slow"):
+                item.add_marker(pytest.mark.skip(reason="takes seconds: --slow"))
     from trainer.recipe.checks import refused_schedules
 
     refused = re.compile(rf"\b({'|'.join(refused_schedules())})\b")

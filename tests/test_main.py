@@ -440,6 +440,7 @@ def test_other_words_for_out_of_memory(text):
     assert explain(RuntimeError(text))[1] == 6
 
 
+@pytest.mark.slow
 def test_files_called_like_libraries_are_not_run(tmp_path):
     """Neither by a launcher nor by its ranks; and what does lie there is found."""
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):

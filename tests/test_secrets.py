@@ -82,6 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
+@pytest.mark.slow
 def test_files_for_others_tell_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
     files = {"exported_program": "a.pt2", "torchscript": "a.torchscript", "safetensors": "a.safetensors"}
     files |= {"onnx": "a.onnx"} if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else {}

@@ -40,6 +40,7 @@ def test_nothing_is_lost(storms, kinds, count, modes):
     assert len(storms.run(kinds, count, modes)) == count
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_in_time(tmp_path):
     """The others wait `timeout` seconds; torchrun alone would wait thirty more for a process that cannot hear it."""
     job = Job(tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}", start=warm.Popen)
@@ -49,6 +50,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
         job.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("1f1b", "local_sgd", "hogwild"))]
 )
@@ -57,6 +59,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
     assert len(Storms(tmp_path, SEED, warm.Popen).storm(mode, ["pause"])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])
 def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun):
     """Before the ranks could ask to die with it, too: at once when they are there."""

@@ -58,6 +58,7 @@ def test_a_sample_that_comes_again_is_the_same_photo(tmp_path):
     assert torch.equal(images[0, 0], images[0, 1]) and labels[0, 0] == labels[0, 1]
 
 
+@pytest.mark.slow
 def test_the_same_in_every_mode_and_after_a_stop(rare, tmp_path):
     words = ["model.name=cnn_gn", "data.name=imagefolder", f"data.root={rare}", "data.balance=true", "batch_size=8"]
     words += ["epochs=2", "optimizer.lr=0.01", "threads=1", *QUIET]

@@ -565,6 +565,7 @@ def test_a_fork_server_that_is_killed_takes_its_workers_along(loading):
         list(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     loader = loading(photo_sets(hang=None if stop else 5), "data.workers=1")
@@ -579,6 +580,7 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading, stop):
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thread", ["main", "lesser"])
 def test_workers_go_when_their_rank_is_killed_and_not_before(thread, tmp_path):
     """Also those of a fork server that a lesser thread started, to which the kernel does not tell of the rank's end."""

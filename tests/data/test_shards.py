@@ -91,6 +91,7 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
     same(tmp_path / "parquet", tmp_path / "folders")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wds"])
 def test_the_cache_of_shards_is_that_of_folders(sets, kind, tmp_path):
     for one in (kind, "folders"):
@@ -101,6 +102,7 @@ def test_the_cache_of_shards_is_that_of_folders(sets, kind, tmp_path):
     assert ", whole" in again.stdout
 
 
+@pytest.mark.slow
 def test_on_two_ranks_and_resumed(sets, tmp_path):
     """Killed and continued is not killed; two ranks hold their files against each other."""
     words = ["nproc=2", "save.every_steps=3"]

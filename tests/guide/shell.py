@@ -121,7 +121,7 @@ def _check(line: Line) -> None:
     words = line.words
     if words[0] == "./launch.sh":
         allowed = words[1] == "tensorboard" or all(
-            word in ("--all", "--versions", "--versions=lowest", "-m", "gpu") or (PROJECT / word).exists()
+            word in ("--slow", "--all", "--versions", "--versions=lowest", "-m", "gpu") or (PROJECT / word).exists()
             for word in words[2:]
         )
         assert allowed, words

@@ -59,6 +59,7 @@ NOT_RUN = {
     ),
     "is these tests, or hours of them": (
         "./launch.sh test",
+        "./launch.sh test --slow",
         "./launch.sh test --all",
         "./launch.sh test --versions",
         "./launch.sh test -m gpu",

@@ -17,6 +17,7 @@ from trainer.errors import NotFiniteError, PeerError
 WORDS = ["recipe=digits", "model.name=cnn_gn", "epochs=1", *QUIET, "save.every_steps=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("mode=single", "kill@0:10"), ("nproc=2", "kill@1:10"), ("nproc=2", "kill@0:6")])
 def test_a_lost_rank_starts_all_again_and_the_run_ends_as_an_undisturbed_one(
     how: tuple[str, str], tmp_path: Path

@@ -110,6 +110,7 @@ def loss_by_hand(model, recipe):
         return cross_entropy(model((data.val.images[index] / 255 - mean) / std), data.val.labels[index]).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_a_family(name, size, runs, full):
     words = [f"model.name={name}", f"data.image_size={size}", *PLAIN]

@@ -42,6 +42,7 @@ def two_ranks(tmp_path, what):
     return trainer(*words, env=known, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks_download_once(tmp_path):
     done = two_ranks(tmp_path, SAVE)
     assert done.returncode == 0, done.stderr

@@ -69,6 +69,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -91,6 +92,7 @@ def test_compressed_gradients_train_as_single_does_and_keep_replicas_alike(ranks
     assert noted[0]["bf16"] == [True] * 20
 
 
+@pytest.mark.slow
 def test_a_compressed_run_goes_on_where_it_was_killed(tmp_path):
     plain, ranks, run = [*TRAINED, *CNN, "save.every_steps=5"], ["mode=ddp", "nproc=3"], tmp_path / "run"
     words = [*plain, "ddp.compress=bf16"]

@@ -122,6 +122,7 @@ def test_the_rate_is_for_the_whole_batch(tmp_path):
     assert [row["lr"] for row in steps(tmp_path / "scaled")] == [row["lr"] for row in steps(tmp_path / "plain")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
 def test_muon_where_stages_have_no_matrices(schedule, tmp_path):
     """The first of three stages is a convolution, the last is a normalisation and the last layer."""
@@ -190,6 +191,7 @@ CONTINUED += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "option"), CONTINUED)
 def test_continued_to_the_last_bit(way, option, tmp_path, full):
     if (way, option) not in (("single", "muon's convolutions"), ("streams", "lars"), ("1f1b", "frozen")) and not full:

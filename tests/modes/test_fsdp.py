@@ -74,6 +74,7 @@ def test_on_the_cpu_nothing_is_moved_and_that_is_said(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_shards_go_on_in_any_other_layout(tmp_path):
     """Killed again and again, and continued on other ranks: one run, with its momentum and moving average."""
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -227,6 +228,7 @@ os._exit(0)  # to take all modules apart takes a second
 """
 
 
+@pytest.mark.slow
 def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
@@ -253,6 +255,7 @@ TIMM += [f"timm:{name}:64" for name in test_timm_zoo.FAMILIES if name not in tes
 SAMPLE = ("mnasnet0_5:32", "timm:efficientnet_lite0:64", "timm:levit_128s:128")
 
 
+@pytest.mark.slow
 def test_a_family_in_shards_is_the_whole_model(tmp_path, full):
     """In double precision: losses, which are in single, and gradient norms of two steps, and outputs in evaluation."""
     cases = [*TORCHVISION, *(TIMM if importlib.util.find_spec("timm") else [])]

@@ -303,6 +303,7 @@ SHORT += ["local_sgd.every=4", *OUTER]
 LOCAL = [*SHORT, "mode=local_sgd"]
 
 
+@pytest.mark.slow
 def test_what_other_workers_and_modes_make_of_the_outer_optimizer(tmp_path):
     """Saved at step 5, between averagings. The weights of the last one and the momentum are as many workers' as there
     are; a mode without them says so, and so does local SGD that comes after it."""
@@ -320,6 +321,7 @@ def test_what_other_workers_and_modes_make_of_the_outer_optimizer(tmp_path):
     assert "outer optimizer starts anew" in again.stdout and math.isfinite(result(tmp_path / "other")["val_loss"])
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_evaluation_does_not_step_twice(tmp_path):
     """The epoch's end has been averaged and stepped, and its evaluation is still to do."""
     (tmp_path / "stopping.py").write_text(STOPPING)
@@ -343,6 +345,7 @@ def test_compile(tmp_path):
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_momentum_is_the_default_of_averages_within_an_epoch(tmp_path):
     """Which a run of before there was one goes on without."""
     assert load(None, "mode=local_sgd").local_sgd.outer_copies == 0

@@ -124,6 +124,7 @@ def test_every_mode_has_the_losses_of_single(way, model, single, tmp_path, full)
     assert ours["val_top1"] == reference["val_top1"]
 
 
+@pytest.mark.slow
 def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
     words = ["mode=pipeline", "nproc=2"]  # microbatches=auto, schedule 1f1b
     done = ok(*SAME, *MODELS["cnn_gn"], *words, f"output={tmp_path / 'run'}")
@@ -156,6 +157,7 @@ def everything(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["streams 2", *(pytest.param(way, marks=pytest.mark.full) for way in THROUGH)])
 def test_everything_at_once_in_a_pipeline(way, everything, tmp_path):
     done = ok(*EVERYTHING, *WAYS[way][0], f"output={tmp_path / 'run'}")
@@ -289,6 +291,7 @@ def sampled(option, column):
     return ([*OPTIONS].index(option) + [*COLUMNS].index(column)) % 8 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
     """What works has the numbers that the option has in `single`; what does not is refused, for its traits' reason."""

@@ -511,6 +511,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("end", ENDS)
 def test_no_end_leaves_a_process(end, method, tmp_path, full):

@@ -100,6 +100,7 @@ def job(request, tmp_path):
         process.stdin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "cold"),
     [

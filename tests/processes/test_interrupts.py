@@ -127,6 +127,7 @@ def test_stacks_go_to_the_run_folder(tmp_path):
     assert "2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
 
 
+@pytest.mark.slow
 def test_a_long_step_is_waited_for():
     child = start(WAITING.format(linger=5))
     child.send_signal(signal.SIGTERM)
@@ -211,6 +212,7 @@ def test_ranks_see_their_siblings(look, seen):
     assert done.stdout.splitlines()[-1] == seen, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code"),
     [(BLOCKED, 143), (SAVING.format(waits=True), 143), (SAVING.format(waits=False), 40)],

@@ -177,6 +177,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_that_compute_end(method, full, tmp_path):
     """The loaders' own context, and the other that is allowed."""
@@ -185,6 +186,7 @@ def test_workers_that_compute_end(method, full, tmp_path):
     finish(tmp_path / "direct.py", method, rounds, timeout=60 + 60 * rounds)
 
 
+@pytest.mark.slow
 def test_the_demonstration_ends_what_hangs(tmp_path):
     script = """
         import multiprocessing, time

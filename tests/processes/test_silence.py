@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from trainer.errors import PeerError
 from trainer.processes import silence
 
@@ -56,6 +58,7 @@ def test_outside_of_a_group_nothing_is_watched(monkeypatch):
     assert silence.end(wait) is None and silence.end(longer) == 9.0
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_where_gloo_raises_nothing():
     """As for a connection to another node that was closed between two operations."""
     program = "import time; from trainer.processes import peers, silence; silence.watch(1.0)\n"

@@ -44,6 +44,7 @@ WAITING = [
 ]
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     """And it keeps no other run out of the folder."""
     with ThreadPoolExecutor() as both:

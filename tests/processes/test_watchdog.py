@@ -91,6 +91,7 @@ def end(process):
     return int(code), said
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_is_ended_once_a_peer_is_gone():
     """Whether it gets stuck before the signal or after it."""
     later = "while not interrupts.received:\n        time.sleep(0.01)\n    hold(1000)"
@@ -99,6 +100,7 @@ def test_a_stuck_rank_is_ended_once_a_peer_is_gone():
         assert code == -GIVEN_UP and re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", said)
 
 
+@pytest.mark.slow
 def test_a_rank_that_only_takes_long_is_left_alone():
     """Without a signal that asks it to leave, with all its peers alive, and in the middle of saving."""
     others = "for _ in range(9):\n        os.kill(os.getpid(), signal.SIGCHLD)\n    hold(8)"
@@ -158,6 +160,7 @@ WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[
 FULL = pytest.mark.full("each way, and each launcher, once in the fast tests")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "grace", "code", "launcher"),
     [

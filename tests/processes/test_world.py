@@ -126,6 +126,7 @@ dist.{name} = sleeps
 """
 
 
+@pytest.mark.slow
 def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(tmp_path):
     with ThreadPoolExecutor() as both:
         ways = [both.submit(require_end, name, tmp_path / name) for name in ("init_process_group", "all_gather_object")]

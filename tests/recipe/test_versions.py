@@ -98,6 +98,7 @@ def test_a_comparison_leaves_a_refused_schedule_out(monkeypatch):
     assert entry.problem[1] == 2 and "zbv needs torch 2.14 " in entry.problem[0] and other.problem is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "pipeline"])
 def test_what_is_done_instead_trains_the_same(mode, tmp_path):
     """Below 2.12 the first stage's check and below 2.13 buffers are told otherwise: newer versions take both."""

@@ -369,6 +369,7 @@ def driven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {**json.loads(done.stdout), "rounds": rounds}
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_the_previous_commit_loads(driven: Any) -> None:
     assert driven["points"] == {point: [-signal.SIGKILL, 3 if point == "prune" else 2, 5] for point in POINTS}
 

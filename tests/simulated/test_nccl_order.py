@@ -253,6 +253,7 @@ recorded = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @recorded
 @pytest.mark.parametrize(
     ("size", "words"),

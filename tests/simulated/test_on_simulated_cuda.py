@@ -145,7 +145,6 @@ ELSEWHERE = {
     "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
         "puts back the generators of a user's program, which has used a card"
     ),
-    "training/presenting.py _machine: torch.cuda.is_available()": "asks for the name of the machine's card",
     "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
     "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
     "commands/plan/speed_probe.py _measure: task.kind == 'cuda'": "the same",
@@ -165,7 +164,9 @@ def everywhere(folder):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
     photos = f"data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 data.workers=0 batch_size=2"
-    assert runs.train_on_cuda(f"mode=single model.name=mlp {photos}", folder / "run").errors == []
+    assert (
+        runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run").errors == []
+    )
     with runs.alone(), simulated(2) as machine:
         for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
             use(machine)
@@ -229,6 +230,7 @@ def without_memory(machine):
     assert machine.emptied == before + 1
 
 
+@pytest.mark.slow
 def test_every_branch_for_cuda_runs(tmp_path, full):
     """Runs follow until none that they are to take is left; all of them in the full counts."""
     runs.watching()
@@ -275,6 +277,7 @@ def test_a_device_that_never_ends_its_work_ends_the_run(words, hung, timeout, tm
     assert result(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_card_that_is_full_leaves_its_shards_on_the_host(tmp_path):
     words = ["recipe=digits", "plugin=tests.simulated.simcuda.plugin", "model.name=mlp", "max_steps=3", *QUIET]
     words += ["mode=fsdp", "nproc=2", "channels_last=false"]

@@ -19,6 +19,7 @@ def test_a_run_in_which_nobody_is_lost(tmp_path):
     assert result(tmp_path / "run")["steps"] == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "told"),
     [

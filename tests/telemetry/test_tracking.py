@@ -126,6 +126,7 @@ def on_terminal(folder, columns, *words, **variables):
     return written.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "ranks"), [(80, ["mode=single"]), (60, ["mode=ddp", "nproc=2"])])
 def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks, tmp_path):
     text = on_terminal(tmp_path / "run", columns, *ranks, TERM="xterm")
@@ -144,6 +145,7 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables", [{"TERM": "xterm", "NO_COLOR": "1"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.full)]
 )

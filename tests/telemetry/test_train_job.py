@@ -63,6 +63,7 @@ def status(report: dict[str, object]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_progress_and_its_end(controller: Controller, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")

@@ -349,6 +349,7 @@ except trainer.errors.Interrupted as error:
 """
 
 
+@pytest.mark.slow
 def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path):
     done = warm.run(
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300

@@ -41,6 +41,7 @@ def counted(path, *words, **env):
     return Counter((graph["rank"], graph["training"]) for graph in graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.full) for w in WAYS])
 def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
@@ -59,6 +60,7 @@ def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
 COLOURED = [pytest.param(f"data.channels=3{more}", marks=pytest.mark.full) for more in ("", " channels_last=true")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", ["data.channels=1", *COLOURED])  # coloured ones are compiled above as well
 def test_the_order_of_images_in_memory_is_known_before_the_first_batch(images, tmp_path):
     """DDP's buckets are ordered by passes on nothing, which are compiled as well."""

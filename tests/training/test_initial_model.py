@@ -152,6 +152,7 @@ def ranks(path):
     world.close()
 
 
+@pytest.mark.slow
 def test_every_rank_begins_with_the_weights_of_single_and_only_rank_0_builds_them(tmp_path):
     script = "import sys; from pathlib import Path; from tests.training.test_initial_model import ranks\n"
     (tmp_path / "ranks.py").write_text(f"{script}ranks(Path(sys.argv[1]))\n")

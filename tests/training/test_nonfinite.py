@@ -15,6 +15,7 @@ WORDS += ["logging.progress=false", "logging.tensorboard=false", "logging.every_
 WAYS = [name for name in COLUMNS if name not in ("`local_sgd`", "`hogwild`")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_all_modes_leave_out_the_same_steps(count, tmp_path, full):
     """The losses are those of `single`; BatchNorm takes in nothing of such a step, on no rank."""
@@ -43,6 +44,7 @@ def test_all_modes_leave_out_the_same_steps(count, tmp_path, full):
         assert counts == {3} and math.isfinite(result(tmp_path / f"norms {way}")["val_loss"]), way
 
 
+@pytest.mark.slow
 def test_the_count_goes_on_where_a_run_is_continued(tmp_path):
     """Killed after the first of two, with a second one after; a third is one too many, and ends the run as ever."""
     words = ["recipe=digits", "mode=ddp", "nproc=2", *WORDS, "model.name=cnn", "max_steps=9", "save.every_steps=3"]

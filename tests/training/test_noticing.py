@@ -129,6 +129,7 @@ def test_learned_by_heart(made):
     assert sum("training is perfect" in line for line in meanwhile) == 1
 
 
+@pytest.mark.slow
 def test_a_class_never_predicted(made):
     words = ["plugin=made", "data.name=one_three", *DIGITS, "epochs=8"]
     _, end = trained(made, *words)
@@ -223,6 +224,7 @@ SLOW = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "compute"),
     [
@@ -245,6 +247,7 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20
 
 
+@pytest.mark.slow
 def test_ranks_and_stages_notice_alike(tmp_path):
     """Classes are counted on all ranks, also where only the last stage has outputs."""
     for mode in ("ddp", "pipeline"):

@@ -48,6 +48,7 @@ def take(picture, orientation, path):
     photo.rotate(TURNED[orientation], expand=True).save(path, quality=95, exif=exif)
 
 
+@pytest.mark.slow
 def test_ninety_in_a_hundred_of_ten_classes_with_thirty_photos_each(folders, tmp_path):
     """From weights trained here, with the recipe's defaults."""
     photos, others = folders
@@ -80,6 +81,7 @@ def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(folders, t
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
     """Words go to ranks, to later commands and into lines to copy, and name the same folder everywhere."""
     root, run = tmp_path / " photos #2's [a]", tmp_path / "exp #2, "
@@ -103,6 +105,7 @@ def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
     assert load(tmp_path / "007").model.init_from == str(run)
 
 
+@pytest.mark.slow
 def test_names_cannot_move_the_cursor_of_the_terminal(tmp_path):
     for number, name in enumerate(("\x1b[2Jant", "bee\x1b]0;title\x07", "cat\x9b31m")):
         for place in range(3):

@@ -59,6 +59,7 @@ def ends_like(folder, whole):
     assert result(folder)["val_loss"] == pytest.approx(result(whole)["val_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_round_all_modes(whole, tmp_path):
     """Killed again and again, and continued in another mode each time: one run all the same."""
     run, ring = tmp_path / "run", ["single", "1f1b", "split", "ddp", "streams"]
@@ -103,6 +104,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=pytest.mark.full) if mode == "fsdp" else mode for mode in SIZES]
 )

@@ -43,6 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "fault"), PAIRS)
 def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     mode: str, fault: str, tmp_path: Path, undisturbed: dict[str, dict[str, torch.Tensor]]
@@ -117,6 +118,7 @@ Strategy.after_step = after_step
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_takes_long_is_of_its_step_and_may_last_longer_than_grace(tmp_path: Path) -> None:
     (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
     words = ["recipe=digits", "model.name=mlp", "mode=single", "batch_size=256", "save.every_steps=4", "grace=2"]

@@ -150,6 +150,7 @@ def test_golden_losses(reference):
 GOLDEN = [2.3573520, 2.3600483, 2.3316798]
 
 
+@pytest.mark.slow
 def test_weights_load_into_bare_torchvision(tmp_path):
     words = [
         "recipe=resnet50",
@@ -258,6 +259,7 @@ def test_photos_in_two_ranks_with_workers(photos, tmp_path):
     assert result(tmp_path / "two")["val_top1"] == result(tmp_path / "one")["val_top1"]
 
 
+@pytest.mark.slow
 def test_resnet50_without_data_measures_speed(tmp_path):
     words = ["recipe=resnet50", "mode=single", "data.image_size=32", "batch_size=4", "max_steps=3", *QUIET]
     done = ok(*words, f"output={tmp_path / 'run'}")
@@ -572,6 +574,7 @@ def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
     assert process.returncode == 143 and "nothing new to save" in output, output
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_ends_all_within_the_timeout(tmp_path):
     words = ["recipe=digits", "mode=ddp", "nproc=2", *QUIET, "timeout=5", f"output={tmp_path / 'run'}"]
     begun = time.monotonic()

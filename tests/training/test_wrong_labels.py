@@ -50,6 +50,7 @@ def run(photos, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
     """Of the held-out images in the run's own file, of the training images in that of predict."""
     said = (run.parent / "said").read_text()
@@ -69,6 +70,7 @@ def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
         assert all(Path(row["path"]).is_file() for row in rows)
 
 
+@pytest.mark.slow
 def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
     """Every held-out image once, with the same figures."""
     ok("predict", str(run), f"output={tmp_path / 'val'}", "devices=[cpu]")

@@ -420,6 +420,7 @@ def test_what_python_may_not_give(machine, options, says):
         compare.compare("digits", **options)
 
 
+@pytest.mark.slow
 def test_through_the_command_line(full, tmp_path):
     """All seven modes in the full count; in the fast tests two of one process, and one that cannot run."""
     modes = MODES if full else ("single", "split")

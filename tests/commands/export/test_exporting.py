@@ -98,6 +98,7 @@ def test_every_format_through_the_command_line(here, kind):
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".export")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "kind"), [*(("images", kind) for kind in [*exporting.SUFFIXES]), ("r", "safetensors")])
 def test_the_three_lines_that_it_prints_run(here, run, kind):
     if kind == "onnx" and needs_onnx.args[0]:

@@ -60,6 +60,7 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", export.SUFFIXES)
 def test_a_program_without_this_package_labels_a_photo(
     here: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -84,6 +84,7 @@ def test_nothing_is_allocated():
     assert fake.whole(256, gradients=True).peak > 20 * 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     sample(
@@ -159,6 +160,7 @@ def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     assert held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
 
 
+@pytest.mark.slow
 def test_split_holds_what_the_profiler_sees():
     recipe = sized("resnet18", "mode=split", "devices=[cpu,cpu]", "pipeline.cuts=[layer2.1]")
     strategy, batch = real(recipe, alone(2))

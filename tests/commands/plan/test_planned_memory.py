@@ -65,6 +65,7 @@ def test_replicas_of_data_parallel():
     assert first.images == 3 * others[0].images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "pixels", "memory"),
     [("resnet8", 32, "12MiB"), pytest.param("resnet18", 64, "200MiB", marks=pytest.mark.full("ten plans, long ones"))],
@@ -160,6 +161,7 @@ MORE |= {"on the host": (2, CARDS), "on the host, accumulated": (2, [*CARDS, "ac
 MORE |= {"accumulated": (2, ["batch_size=8", "accumulate=2"]), "2x2": (4, ["batch_size=8", "fsdp.shards=2"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "words"), [FEW, *(pytest.param(*way, id=name, marks=pytest.mark.full) for name, way in MORE.items())]
 )
@@ -198,6 +200,7 @@ def test_what_sharding_gains_and_whether_it_is_needed_is_told(model, piece, litt
     assert not any("fsdp" in note for note in whole["assumptions"])
 
 
+@pytest.mark.slow
 def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
     words = ["mode=fsdp", "devices=[cuda:0,cuda:1]", "model.name=vit_b_16", "optimizer.name=adamw", "batch_size=2"]
     card, host = (plan(recipe_of(*words, *more), nproc=2) for more in ([], ["fsdp.offload=true"]))

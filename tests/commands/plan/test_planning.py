@@ -18,6 +18,7 @@ from trainer.recipe import MODES
 from trainer.recipe.recipe_files import split_words
 
 
+@pytest.mark.slow
 def test_a_plan_for_more_devices_than_there_are():
     found = plan(
         load_recipe("resnet50", "devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7]"), memory="24GiB"

@@ -7,6 +7,7 @@ import pytest
 from tests.command_line import ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pipeline", "ddp"])
 def test_measured_here(mode, full):
     if mode == "ddp" and not full:

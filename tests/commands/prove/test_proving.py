@@ -46,6 +46,7 @@ def apart(fault):
     return pytest.param([fault], marks=pytest.mark.full("some of fifteen faults in the fast tests"), id=fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [SAMPLE, *map(apart, FAULTS)], ids=" ".join)
 def test_a_machine_with_faults_is_told(faults, tmp_path):
     folder = begin(tmp_path / "proof", *(name for fault in faults for name in FAULTS[fault][0]))
@@ -74,6 +75,7 @@ def test_slow_readers_are_the_slow_part(tmp_path):
     assert found(folder, "readers")["figures"]["ratio"]["median"] < 0.5  # of torchvision's own
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_fault_is_right(tmp_path, full):
     names = ["copies", "sums", "held out ddp", "links"]
     names += ["repeat", "resume", "mode ddp", "precision fp16", "memory", "rates"] * full
@@ -103,6 +105,7 @@ def living(folder):
     return alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full):
     if number is not signal.SIGTERM and not full:
@@ -131,6 +134,7 @@ def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full)
     assert done.stdout.count("] ") == 1 and found(folder, "mode ddp")["status"] == "right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [["minutes=60"], ["minutes=0.01"]], ids=["asked again", "no time to ask again"])
 def test_a_machine_that_was_found_wrong_stays_wrong_after_a_stop(again, tmp_path, full):
     if again != ["minutes=60"] and not full:

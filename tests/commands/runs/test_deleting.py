@@ -140,6 +140,7 @@ def test_weights_of_ones_own_stay(home):
     assert runs.command(["delete", "a", "yes=true"]).endswith(": resnet.safetensors\n")
 
 
+@pytest.mark.slow
 def test_of_real_runs_nothing_stays(tmp_path):
     for color in ("red", "blue"):
         (tmp_path / "photos" / color).mkdir(parents=True)

@@ -149,6 +149,7 @@ def test_where_all_fail_the_exit_code_is_the_first_trials(machine):
     assert report["best"] is None
 
 
+@pytest.mark.slow
 def test_hundreds_are_told_before_they_start(machine, capsys):
     seeds = ",".join(map(str, range(150)))
     machine.faults["00"] = KeyboardInterrupt()

@@ -121,6 +121,7 @@ def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkey
     require_right(home, photos)
 
 
+@pytest.mark.slow
 def test_a_full_disk_says_what_to_do(photos, home):
     told = started(photos, home, "4000").communicate(timeout=120)[1]  # a file's bytes at most
     assert "DiskFullError" in told and "type the same again" in told, told

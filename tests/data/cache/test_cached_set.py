@@ -82,11 +82,13 @@ def test_ranks_build_it_together_and_train_as_one(photos):
     assert two[0] == pytest.approx(one[0], rel=1e-4) and two[2].count("cache:") == 1
 
 
+@pytest.mark.slow
 def test_ranks_share_what_is_in_memory(photos):
     words = "mode=ddp", "nproc=2", "data.cache_size=50"
     assert train(photos, "memory", *words, "data.cache=ram")[0] == train(photos, "plain", "mode=ddp", "nproc=2")[0]
 
 
+@pytest.mark.slow
 def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
     words = "data.cache_format=raw", "data.cache_size=44", "save.every_steps=1"
     whole = train(photos, "whole", "data.cache=disk", *words)
@@ -100,6 +102,7 @@ def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
     assert done.returncode == 2 and "data.cache: off" in done.stderr
 
 
+@pytest.mark.slow
 def test_damage_is_never_trained_on_and_made_anew(photos):
     words = "data.cache=disk", "data.cache_size=50"
     whole = train(photos, "whole", *words)

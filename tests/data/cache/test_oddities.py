@@ -47,6 +47,7 @@ BAD = {
 NOTHING = {"circle.jpg", "lost.jpg"}  # links to no file at all, which nobody reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["off", "disk"])
 def test_what_is_no_photo_is_skipped_and_counted(tmp_path, cache):
     photos = folder_of(tmp_path / "photos", each=9)  # 24 to train on, which are whole batches

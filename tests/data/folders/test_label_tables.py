@@ -241,6 +241,7 @@ def test_measures_are_no_classes(photos):
     assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [

@@ -218,6 +218,7 @@ def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
     assert notes["pages"].startswith("4 of the images ")
 
 
+@pytest.mark.slow
 def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path):
     """Training, with the cache and without it, evaluation, one photo and many, and export."""
     root = photo_set(tmp_path / "photos", lambda n: np.clip(values(0, 900, np.uint16, n) + (n >= 10) * 3000, 0, 4095))

@@ -249,6 +249,7 @@ def test_memory_and_processes_are_told(loading):
     assert "data.workers=auto measures" in loading(photo_sets(), "data.workers=auto").workers_in_words()
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
     _photos(tmp_path / "set")
@@ -274,6 +275,7 @@ def _photos(root, copies=1):
                     (root / split / name / f"{n}-{copy}.jpg").hardlink_to(root / split / name / f"{n}.jpg")
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_its_loader_ends(tmp_path):
     (tmp_path / "forgets.py").write_text(
         textwrap.dedent(f"""
@@ -291,6 +293,7 @@ def test_a_program_that_forgets_its_loader_ends(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
+@pytest.mark.slow
 def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
     """And a run that goes on there has it from its start."""
     _photos(tmp_path / "set", copies=5)

@@ -48,6 +48,7 @@ def dropping(classes, channels, size):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,8 @@ def serve(number: int) -> None:
             with suppress(ModuleNotFoundError):  # pillow_heif need not be here
                 importlib.import_module(name)
     _think_less()
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # torch takes its operators apart: in a fork, which copies what it touches, in 60 ms
     gc.collect()
     gc.freeze()  # else each process would soon look at all of that, and so make it its own
     _have_large_pages()

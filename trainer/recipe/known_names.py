@@ -7,18 +7,18 @@ And the registry in which users' own decorators make theirs known.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.errors import RecipeError
 from trainer.recipe.text import nearest
 
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
 
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
@@ -66,22 +66,23 @@ def _check_timm_name(name: str) -> None:
         raise RecipeError(f"model.name={name} is not a model of timm; {hint}")
 
 
-def torchvision_classifiers() -> list[str]:
+def torchvision_classifiers() -> Sequence[str]:
     """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
     return _registered("torchvision", r"^@register_model\(\)\n(?:@.*\n)*def (\w+)")
 
 
-def timm_models() -> list[str]:
+def timm_models() -> Sequence[str]:
     """Names of timm's models, without the prefix, read likewise."""
     return _registered("timm", r"^@register_model\n(?:@.*\n)*def (\w+)")
 
 
-def _registered(package: str, pattern: str) -> list[str]:
+@cache
+def _registered(package: str, pattern: str) -> Sequence[str]:
     """What a package's source registers; empty where it is not installed."""
     spec = find_spec(package)
     folders = (spec and spec.submodule_search_locations) or ()
     files = [file for folder in folders for file in sorted(Path(folder, "models").glob("*.py"))]
-    return [name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.M)]
+    return tuple(name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.M))
 
 
 Kept = TypeVar("Kept")

@@ -6,7 +6,8 @@ They are read so that nothing grows without limit.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def find(recipe: str) -> Path:
     raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
 
 
-def shipped_recipes() -> dict[str, Path]:
+@cache
+def shipped_recipes() -> Mapping[str, Path]:
     """Names of the recipes that come with the package, with their files."""
     return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
 

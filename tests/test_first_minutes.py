@@ -81,6 +81,7 @@ def start(machine, *words, **environment):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_whole_trip(machine):
     trip = start(machine, "--minutes", "2", "devices=[cpu,cpu]")
     output, _ = trip.communicate(timeout=120)
@@ -98,12 +99,14 @@ def test_the_whole_trip(machine):
         assert archive.getnames() == ["single.log"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_its_exit_code_and_the_tests_run_all_the_same(machine):
     trip = start(machine, "--minutes", "2", CODE="3")
     output, _ = trip.communicate(timeout=120)
     assert trip.returncode == 3 and "exit codes [3, 0]" in output
 
 
+@pytest.mark.slow
 def test_time_that_is_up_ends_it_with_what_is_done(machine):
     trip = start(machine, "--minutes", "0.15", "--only", "prove", STUCK="1")
     output, _ = trip.communicate(timeout=60)

@@ -19,6 +19,7 @@ def said(*command, **options):
     return warm.run([PYTHON, *map(str, command)], capture_output=True, text=True, **options)
 
 
+@pytest.mark.slow
 def test_a_program_in_each_form(tmp_path):
     program = "import sys, torch; print(__name__, sys.argv[1:], sys.path[0])"
     (tmp_path / "program.py").write_text(program)

@@ -98,6 +98,7 @@ def test_skipped_ones_are_listed_and_the_order_stays(photos):
     assert "11 held-out images" in told and "1 more cannot be read" in told
 
 
+@pytest.mark.slow
 def test_a_continued_run_keeps_the_list_and_its_order(photos):
     words = ("data.on_error=skip", "save.every_steps=2")
     ok(*words_for(photos, "whole", *words))

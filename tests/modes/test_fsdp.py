@@ -66,6 +66,7 @@ def test_the_host_holds_shards_of_several_processes(words, count, told):
     assert told in str(refused.value)
 
 
+@pytest.mark.slow
 def test_on_the_cpu_nothing_is_moved_and_that_is_said(tmp_path):
     words = ["recipe=digits", "model.name=mlp", "max_steps=4", *QUIET, *EXACT["fsdp"]]
     ok(*words, f"output={tmp_path / 'plain'}")
@@ -88,6 +89,7 @@ def test_shards_go_on_in_any_other_layout(tmp_path):
     ends_like(run, whole)
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_rows_measure_their_communication_alike(tmp_path):
     """Ten classes over four ranks: 3, 3, 3 and 1."""
     words = ["recipe=digits", "model.name=mlp", "max_steps=8", *WHOLE, *EXACT["fsdp 4"]]

@@ -542,6 +542,7 @@ def test_workers_of_a_script(tmp_path):
     assert done.stdout == "[0, 1, 4, 9] 27\n" * 2 and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard(tmp_path):
     done = run(tmp_path, SCRIPT.format(guard="if True:"))
     assert done.returncode == 1 and done.stdout == ""

@@ -44,6 +44,7 @@ def test_an_orphan_leaves_though_its_torchrun_died_before_it_asked():
     assert torchrun.communicate(timeout=60)[0] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -216,6 +216,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
     (tmp_path / "takes_long.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     main = subprocess.Popen(

@@ -75,7 +75,7 @@ MORE = [
 LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in MORE]
 
 
-@pytest.mark.parametrize("words", [*RUNS, *LONG])
+@pytest.mark.parametrize("words", [*RUNS[:4], *(pytest.param(w, marks=pytest.mark.slow) for w in RUNS[4:]), *LONG])
 def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
     """And no training step waits for a device; steps that are logged and meetings of ranks may."""
     cuda = runs.on_cuda(words)
@@ -248,6 +248,7 @@ def test_every_branch_for_cuda_runs(tmp_path, full):
     assert ELSEWHERE.keys() - left == set(), "these do run here: strike them out"
 
 
+@pytest.mark.slow
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
     for case, found in ranks.both()["cases"].items():

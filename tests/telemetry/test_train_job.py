@@ -97,6 +97,7 @@ def test_all_steps_are_not_the_end(controller: Controller) -> None:
     assert {status(report)["progressPercentage"] for report in controller.reports} == {99}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "pause"), [(500, 0.0), (403, 0.0), (200, 3.0)])
 def test_a_controller_in_trouble_holds_nothing_up(
     controller: Controller, code: int, pause: float, monkeypatch: pytest.MonkeyPatch

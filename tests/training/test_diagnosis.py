@@ -62,6 +62,7 @@ def judged(folder: Path, *words: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_a_dataset_that_sleeps(slow):
     words = ["recipe=digits_single", "plugin=slow", "data.name=sleepy", "data.workers=1", "batch_size=8", "threads=1"]
     found = judged(slow, *words, "data.channels=1", "data.image_size=8", "epochs=2")

@@ -85,6 +85,7 @@ def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
     assert [*two[0]] == [*Doubt._fields]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, cores):
     """Two of a batch that cannot be decoded shift all that come behind them."""

@@ -195,6 +195,7 @@ def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     assert "  resize " not in text
 
 
+@pytest.mark.slow
 def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
     """Those of before do not tell how images are resized: photos were what had more than 64 pixels."""
     from safetensors.torch import load_file, save_file

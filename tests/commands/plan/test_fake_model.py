@@ -144,6 +144,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(name):
     assert fake_of(recipe).whole(16, gradients=True).saved == pytest.approx(saved, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recompute"), sample(["resnet18", "vit_tiny"], [False, True], ("resnet18", False), ("vit_tiny", True))
 )

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from trainer.__main__ import answer
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 
@@ -35,6 +37,7 @@ def test_the_page_of_a_pipeline(capsys):
     assert json.loads(capsys.readouterr().out)["pipeline"]["schedule"] == "1f1b"
 
 
+@pytest.mark.slow
 def test_the_page_of_gpus_that_are_not_here(capsys):
     words = ["recipe=resnet50", "model.name=resnet18", "nproc=8", "memory=24GiB", "data.root=/not/here"]
     assert answer(["plan", *words]) == 0

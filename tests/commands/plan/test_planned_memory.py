@@ -182,6 +182,7 @@ def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path
         assert planned["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "piece", "little"), [("vgg11", "classifier.0", True), ("vit_tiny", "encoder", False)]
 )

@@ -297,6 +297,7 @@ def test_ranks_label_a_part_each(digits, photos, labelled, tmp_path):
     assert not list((tmp_path / "two").glob("part-*"))
 
 
+@pytest.mark.slow
 def test_published_weights(tmp_path, photos):
     """Torchvision's own file, where it would be downloaded to; with its own transforms and class names."""
     import torchvision

@@ -64,6 +64,7 @@ def test_in_memory_nothing_is_left(photos):
     assert not list(Path(homes.MEMORY, f"trainer-{os.getuid()}").glob("photos-*"))  # the folder too, if nobody has it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["raw", "jpeg"])
 def test_killed_and_resumed_is_byte_equal(photos, layout):
     words = "data.cache=disk", f"data.cache_format={layout}", "data.cache_size=44", "save.every_steps=1"
@@ -75,6 +76,7 @@ def test_killed_and_resumed_is_byte_equal(photos, layout):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_ranks_build_it_together_and_train_as_one(photos):
     words = "data.cache=disk", "data.cache_size=50"
     two = train(photos, "two", "mode=ddp", "nproc=2", *words)
@@ -121,6 +123,7 @@ def test_damage_is_never_trained_on_and_made_anew(photos):
     assert right == {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
 
 
+@pytest.mark.slow
 def test_what_changed_is_stored_anew_and_what_is_gone_leaves(photos):
     words = "data.cache=disk", "data.cache_size=50"
     before = train(photos, "before", *words)
@@ -163,6 +166,7 @@ def test_auto_takes_what_there_is_room_for(photos, monkeypatch):
     assert found == [("disk", "raw"), ("disk", "jpeg"), ("off", None)]
 
 
+@pytest.mark.slow
 def test_a_continued_run_keeps_what_auto_chose(photos):
     words = "data.cache=auto", "save.every_steps=1"
     whole = train(photos, "whole", *words, "data.cache_format=jpeg")

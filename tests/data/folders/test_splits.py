@@ -105,6 +105,7 @@ def test_a_damaged_list_is_named(tmp_path):
             part_of(tmp_path, "val")
 
 
+@pytest.mark.slow
 def test_a_run_remembers_its_split(tmp_path):
     """Continued, evaluated and predicted with the same images held out, also after more photos have come."""
     photos, run = tmp_path / "photos", tmp_path / "run"

@@ -524,6 +524,7 @@ def test_every_kind_of_image_becomes_eight_bits(tmp_path):
         assert read_image(path, 1).shape == (1, 10, 12), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "says"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "did not answer for timeout=2 seconds")]
 )

@@ -129,6 +129,7 @@ def test_each_cut_alone(name):
         compare(model, [cut], inputs, training=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", torchvision.models.list_models(module=torchvision.models))
 def test_every_torchvision_classifier_can_be_cut_everywhere(name, full):
     """On shapes alone (the meta device), where autograd objects to a leaf changed in place as it does elsewhere."""

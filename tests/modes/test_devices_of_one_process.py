@@ -66,6 +66,7 @@ def dropping(monkeypatch):
     monkeypatch.setitem(zoo.builders, "dropping", build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["split", "pipeline pipeline.microbatches=2", "dp"])
 def test_a_run_goes_on_exactly_with_dropout_on_several_cards(mode, dropping, tmp_path):
     words = f"mode={mode} model.name=dropping devices=[cuda:0,cuda:1] save.every_steps=2 data.samples=64"

@@ -340,6 +340,7 @@ def test_nothing_is_wrong_as_it_is(use):
     assert wrong(use) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", sources.ordering(), ids=lambda place: place.name)
 def test_a_wait_that_is_left_out_is_found(place):
     assert place.file in USES, f"{place.name} waits for a device: give it a use here that needs it"

@@ -88,6 +88,7 @@ def test_it_does_in_every_mode(single, tmp_path, mode):
     assert rates(folder)[2] < 0.6 * rates(folder)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{"mode": "single"}, pytest.param(MODES["ddp"], marks=pytest.mark.full("four ranks"))])
 @pytest.mark.parametrize("at", [4, 7])
 def test_a_run_that_was_stopped_goes_on_with_what_they_asked_for(tmp_path, capsys, mode, at):

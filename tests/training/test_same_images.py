@@ -118,6 +118,7 @@ def sizes_told(said):
     return [line for line in said.splitlines() if "the images changed since then" in line and "different size" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["one folder", "train and val"])
 def test_swapped_class_folders_of_equal_names_are_not_continued(tmp_path, split):
     root, counts = tmp_path / "photos", {"ant": 8, "bee": 8, "cow": 8}

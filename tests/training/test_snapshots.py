@@ -91,6 +91,7 @@ def test_killed_beside_the_checkpoint_that_is_written_all_that_are_named_are_goo
     torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed["fsdp"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full@save#1:write", "full@save#0:rename"])
 def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) -> None:
     """Rank 0 waits for the files of the others: not for those of one that has failed."""

@@ -60,6 +60,7 @@ def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch
     assert found.accumulate == pieces, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [["mode=single"], ["mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn"]])
 def test_a_run_out_of_memory_says_what_takes_it_and_a_key_that_works(mode, tmp_path):
     words = ["recipe=digits", *mode, "max_steps=3", *QUIET]

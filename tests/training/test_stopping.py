@@ -27,6 +27,7 @@ MODES = {
 FAST = ("single", "1f1b", "hogwild")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_stops(mode, tmp_path, full):
     if mode not in FAST and not full:

@@ -215,7 +215,12 @@ LIGHT = {  # networks for what is no matter of size; the full counts take the re
 }
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+LARGE = ("mobilenet_v3_large", "efficientnet_b0", "resnet18", "resnet50_v2", "resnet50_8gpu")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in shipped_recipes()]
+)
 def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     """On images made here where its own must be fetched; the network and everything else are the recipe's.
 

@@ -82,6 +82,7 @@ def test_a_program_without_this_package_labels_a_photo(
         assert float(found.max()) == pytest.approx(row["probability"], abs=0.002)
 
 
+@pytest.mark.slow
 def test_a_photo_is_made_ready_as_in_evaluation(here: Path) -> None:
     from importlib import import_module
 

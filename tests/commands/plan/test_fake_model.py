@@ -68,6 +68,7 @@ def test_muon_has_one_tensor_a_matrix_and_what_is_frozen_none(name):
     assert own.optimizer == pytest.approx(2 * own.gradients - matrices, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["model.freeze=6"], ["model.freeze=8"], ["model.freeze=[fc]"]])
 def test_activations_of_a_model_that_is_frozen_in_part(words):
     recipe = sized("resnet18", *words)
@@ -105,6 +106,7 @@ def test_activations_are_those_that_the_profiler_sees(name, precision):
     assert fake.whole(16, gradients=False).peak == pytest.approx(first, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [["channels_last=false"], ["augment.mixup=0.2", "loss.label_smoothing=0.1"], ["accumulate=4"]],

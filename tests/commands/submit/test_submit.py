@@ -102,6 +102,7 @@ def test_time(text: str, value: int) -> None:
     assert seconds(text) == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "program"), [(SLURM, "sbatch"), (KUBERNETES, "kubectl")])
 def test_go_hands_the_file_over(words: list[str], program: str, tmp_path: Path) -> None:
     stand_in = tmp_path / program

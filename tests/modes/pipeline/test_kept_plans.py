@@ -74,6 +74,7 @@ def test_a_damaged_file_is_measured_anew(damage, tried):
     assert len(tried) > measured and json.loads(file.read_text())["stable"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

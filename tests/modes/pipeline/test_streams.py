@@ -205,6 +205,7 @@ def test_what_is_said_of_micro_batches(words, said, facts):
     assert strategy.figures() == {}
 
 
+@pytest.mark.slow
 def test_automatic_micro_batches_are_found_once():
     model, said = made("cnn_gn"), []
     world = World(Place(), CPU, 1, ("cpu", "cpu"), (CPU, CPU))

@@ -1,5 +1,7 @@
 """A trained run evaluated again: on any number of ranks, from files that tell too little."""
 
+import shutil
+
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,12 @@ def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
     [line] = [line for line in out.splitlines() if "held-out" in line]
     assert "on 37 held-out images" in line and f"top-1 {found['val_top1']:.2%}" in line
     assert f"val loss {found['val_loss']:.4f}" in line
+
+
+def test_a_damaged_recipe_is_no_matter_where_its_paths_are_none(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "recipe.yaml").write_bytes(bytes(range(256)))
+    assert evaluate_run(str(tmp_path / "run"))["val_loss"] == pytest.approx(result(trained)["val_loss"])
 
 
 def test_other_classes_are_not_those_it_was_trained_on(trained):

@@ -23,6 +23,7 @@ from trainer.processes.terminal import say
 from trainer.processes.world import PATIENCE
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
+from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.recipe_files import stored
 from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_named
@@ -118,7 +119,8 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -
         run_folder = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
         try:
             written = recipes.load(stored(dict(json.loads(metadata["recipe"]))))
-            if run_folder is not None:  # weights tell no paths, their run's folder does
+            # Weights tell no paths, their run's folder does; a damaged one is no matter where none is read.
+            if run_folder is not None and written.data.name not in WITHOUT_FOLDER:
                 data = recipes.load(str(run_folder / "recipe.yaml")).data
                 written = written.replace(
                     data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir

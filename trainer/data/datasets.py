@@ -26,7 +26,7 @@ from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
-from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
+from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
 STAND_IN_STEPS = 20
@@ -139,7 +139,7 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         known = PUBLISHED[data.name]
         train, val, classes = load_published(data)
         return in_memory(data, train, val, classes, (known.mean, known.std), "torchvision's test images")
-    if data.name in ("digits", "synthetic") and data.root is not None:
+    if data.name in WITHOUT_FOLDER and data.root is not None:
         raise RecipeError(
             f"data.name={data.name} comes with this program and reads no folder, so data.root={data.root} would not be "
             f"used: to train on the photos there, type recipe=finetune, or data.name=imagefolder"

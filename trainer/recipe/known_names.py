@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
+WITHOUT_FOLDER = ("digits", "synthetic")  # those that come with this program
 OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
 TASKS = ("classification", "multilabel", "regression")
 TIMM = "timm:"  # before the names of timm's models

@@ -118,9 +118,7 @@ def test_a_family(name, size, runs, full):
     trained, rows = train(recipe), losses(runs / "single")
     shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")  # as if killed in the second epoch
     again = train(recipe.replace(resume="auto"))
-    # Not bit by bit: on some CPUs MKL's sums depend on where in memory a tensor lies.
-    assert losses(runs / "single") == pytest.approx(rows, rel=1e-5)
-    assert again["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-5)
+    assert losses(runs / "single") == rows and again["val_loss"] == trained["val_loss"]
     for weights in (runs / "single", runs / "single" / "checkpoints" / "step-00000004"):
         assert evaluate_run(str(weights))["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-4)
     model = bare(runs / "single" / "last.safetensors")

@@ -13,6 +13,8 @@ from trainer.recipe import DEVICE, Recipe
 def assign_devices(recipe: Recipe, local_size: int, cuda: int, nodes: int = 1) -> list[tuple[str, ...]]:
     """The devices that each local rank drives: one, or all in a mode of one process and several devices.
 
+    `nodes` is the number of machines; a process alone on each of several is one of many.
+
     Without a GPU, CPU stand-ins take the place of a split model's devices. Workers of local SGD may share a device.
 
     Raises:

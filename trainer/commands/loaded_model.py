@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from trainer.commands.predict.labelling import Labeller, Labels
 from trainer.commands.predict.python_api import chosen_devices
 from trainer.commands.predict.sources import image_files
 from trainer.commands.predict.trained_model import from_checkpoint
-from trainer.data.photos.decoding import from_item, upright
+from trainer.data.items import as_input
+from trainer.data.photos.decoding import from_item, reason
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool import DevicePool, ItemError
@@ -74,7 +76,12 @@ class LoadedModel:
         names = ", ".join(self.classes[:5]) + ", ..." * (len(self.classes) > 5)
         return f"{self._trained.recipe.model.name} of {self.path}, {len(self.classes)} classes: {names}"
 
-    def predict(self, images: Images, devices: Sequence[str | torch.device] | str | None = None) -> Any:
+    def predict(
+        self,
+        images: Images,
+        devices: Sequence[str | torch.device] | str | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+    ) -> Any:
         """Label images.
 
         Args:
@@ -82,6 +89,8 @@ class LoadedModel:
                 or several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
             devices: None is the first GPU, or else the CPU, in this process. A list, as in ["cuda:0", "cuda:1"], or
                 "auto" starts a worker for each, which pays for many images.
+            on_error: "skip" puts a PredictionError in place of the answer to an image that cannot be read, as
+                `DevicePool.map` does; "raise" raises the first.
 
         Returns:
             A `Prediction`; a list of them for a folder, a batch or a sequence, in order.
@@ -91,18 +100,24 @@ class LoadedModel:
             RecipeError: something else in place of images or devices.
             SetupError: a folder without images.
         """
+        if on_error not in ("raise", "skip"):
+            raise RecipeError(f"predict(): on_error={on_error!r} must be 'raise' or 'skip'")
         items, several = self._items(images)
-        results: list[Any]
+        answers: list[Prediction | PredictionError] = []
+        with closing(self._labelled(items, devices)) as labelled:
+            for number, (labels, item) in enumerate(zip(labelled, items, strict=True)):
+                answers.append(answer := self._prediction(labels, number, item))
+                if isinstance(answer, PredictionError) and on_error == "raise":
+                    raise PredictionError(f"{answer}; on_error='skip' answers for the others") if several else answer
+        return answers if several else answers[0]
+
+    def _labelled(self, items: Sequence[Any], devices: Any) -> Generator[Labels | ItemError, None, None]:
         if devices is None:
-            results = []
             for start in range(0, len(items), AT_ONCE):
-                results += self._labeller.batch(items[start : start + AT_ONCE])
+                yield from self._labeller.batch([self._decoded(item) for item in items[start : start + AT_ONCE]])
         else:
             with DevicePool(chosen_devices(devices), Labeller, arguments=self._arguments, on_error="skip") as pool:
-                results = list(pool.map(items))
-        labelled = zip(results, items, strict=True)
-        predictions = [self._prediction(labels, number, item) for number, (labels, item) in enumerate(labelled)]
-        return predictions if several else predictions[0]
+                yield from pool.map(map(self._decoded, items))
 
     @cached_property
     def _labeller(self) -> Labeller:
@@ -139,7 +154,7 @@ class LoadedModel:
         return target
 
     def _items(self, images: Images) -> tuple[list[Any], bool]:
-        """What a worker takes for each image, and whether these are several."""
+        """A path, a Pillow image or a tensor (C, H, W) uint8 for each image, and whether these are several."""
         if isinstance(images, str | os.PathLike):
             path = Path(images).expanduser()
             if path.is_dir():
@@ -156,24 +171,31 @@ class LoadedModel:
             f"{type(images).__name__}"
         )
 
-    def _item(self, image: Tensor | np.ndarray[Any, Any] | Image.Image) -> Tensor:
-        """(C, H, W) uint8."""
-        if isinstance(image, np.ndarray):
-            image = torch.from_numpy(image if image.ndim == 3 else image[..., None]).permute(2, 0, 1)
-        channels = self._trained.preparation.channels
+    def _item(self, image: Tensor | np.ndarray[Any, Any] | Image.Image) -> Tensor | Image.Image:
         if isinstance(image, Image.Image):
-            return upright(image, channels, wanted_of(self._trained.recipe.data))
+            return image
         try:
-            return from_item(image, channels)
+            return from_item(
+                as_input(image) if isinstance(image, np.ndarray) else image, self._trained.preparation.channels
+            )
         except TypeError as error:
             raise RecipeError(
                 f"predict() takes uint8 images of 1 or 3 channels, as (H, W, C) arrays or (C, H, W) tensors: {error}"
             ) from None
 
-    def _prediction(self, labels: Labels | ItemError, number: int, item: Any) -> Prediction:
+    def _decoded(self, item: Any) -> Any:
+        """What a worker takes: Pillow images as tensors, or why they are none."""
+        if not isinstance(item, Image.Image):
+            return item
+        try:
+            return from_item(item, self._trained.preparation.channels, wanted_of(self._trained.recipe.data))
+        except Exception as error:  # decoders raise anything at all
+            return PredictionError(reason(error))
+
+    def _prediction(self, labels: Labels | ItemError, number: int, item: Any) -> Prediction | PredictionError:
         error = labels.message if isinstance(labels, ItemError) else labels.error
         if error:
-            raise PredictionError(f"{item if isinstance(item, str) else f'image {number}'}: {error}")
+            return PredictionError(f"{item if isinstance(item, str) else f'image {number}'}: {error}")
         assert isinstance(labels, Labels)
         return Prediction(tuple(self.classes[place] for place in labels.classes), labels.probabilities)
 

@@ -24,6 +24,7 @@ from trainer.data.registered import UserItems, in_memory, open_registered, regis
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
 from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
+from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
@@ -55,7 +56,7 @@ def _for_task(recipe: Recipe, data: Datasets) -> Datasets:
         """The targets, where they are known without reading an image."""
         labels = getattr(part, "labels", None)
         try:
-            return None if labels is None else kind.checked(torch.as_tensor(labels), data.classes)
+            return None if labels is None else kind.checked(as_targets(labels), data.classes)
         except ValueError as error:
             raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from trainer.data.folders.targets import sparse
+from trainer.data.tensors import as_targets, as_tensor
 from trainer.errors import RecipeError
 from trainer.tasks import Task
 
@@ -40,10 +41,10 @@ def pair(item: Any) -> tuple[Any, Any]:
 
 
 def as_input(value: Any) -> Any:
-    """An item's input as a Pillow image or a tensor, with an image's channels first. Raises TypeError."""
+    """An item's input as a Pillow image or a tensor, with an image's channels first. Raises RecipeError."""
     if isinstance(value, Image.Image):
         return value
-    return channels_first(torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value), 3)
+    return channels_first(as_tensor(value), 3)
 
 
 def channels_first(images: Tensor, dimensions: int) -> Tensor:
@@ -63,11 +64,11 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(part, TensorDataset) and len(part.tensors) == 2:
         part = part.tensors
     if isinstance(part, Subset) and (whole := tensors_of(part.dataset)) is not None:
-        index = torch.as_tensor(part.indices)
+        index = as_tensor(part.indices)
         return whole[0][index], whole[1][index]
     pairs = isinstance(part, tuple | list) and len(part) == 2
     if pairs and all(isinstance(each, Tensor | np.ndarray) for each in part):
-        inputs, targets = (torch.as_tensor(each).detach().cpu() for each in part)
+        inputs, targets = (make(each).detach().cpu() for make, each in zip((as_tensor, as_targets), part, strict=True))
         return channels_first(inputs, 4), targets
     return None
 
@@ -89,7 +90,7 @@ def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
             raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
         return _numbers(int(targets.max()) + 1)
     try:
-        target = tensors[1][0] if tensors is not None else torch.as_tensor(pair(part[0])[1])
+        target = tensors[1][0] if tensors is not None else as_targets(pair(part[0])[1])
     except Exception as error:  # a user's data set may raise anything at all
         raise RecipeError(f"{of}: item 0 cannot be read ({error})") from None
     return _numbers(max(1, target.numel()))
@@ -124,8 +125,8 @@ def stored_targets(part: Any) -> Tensor | None:
         return stored_targets(part.dataset)
     for name in ("targets", "labels"):
         try:
-            targets = torch.as_tensor(getattr(part, name))
-        except (AttributeError, TypeError, ValueError, RuntimeError):
+            targets = as_targets(getattr(part, name))
+        except (AttributeError, ValueError):
             continue
         if targets.dim() == 1 and len(targets):
             return targets
@@ -139,6 +140,6 @@ def _counted(part: Any, of: str) -> Tensor:
             "many to count them: give their number, or their names, as a third: data=(train_set, val_set, 10)"
         )
     try:
-        return torch.stack([torch.as_tensor(pair(part[index])[1]) for index in range(len(part))])
+        return torch.stack([as_targets(pair(part[index])[1]) for index in range(len(part))])
     except Exception as error:
         raise RecipeError(f"{of}: its items cannot be read ({type(error).__name__}: {str(error)[:160]})") from None

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torchvision.transforms.v2 import functional as vision
 
 from trainer import tasks
 from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
 from trainer.data.folders.targets import Targets, target_of
 from trainer.data.items import as_input, names_of, pair, tensors_of
 from trainer.data.photos.decoding import from_item, with_channels
+from trainer.data.photos.photo_reader import cut
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
@@ -127,16 +127,17 @@ def in_memory(
     known: tuple[tuple[float, ...], tuple[float, ...]],
     split: str,
 ) -> Datasets:
-    """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), resized to the recipe's size.
+    """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), cut to the recipe's size.
 
-    `known` are the images' mean and standard deviation, a channel each. Raises RecipeError.
+    Their shorter side becomes that size, and what the longer one has beyond it is cut off at both ends. `known` are
+    the images' mean and standard deviation, a channel each. Raises RecipeError.
     """
     channels = data.channels or train[0].shape[1]
     height, width = train[0].shape[-2:]
     if data.image_size is None and height != width:
         raise RecipeError(
-            f"data.name={data.name}: images of {height} x {width} are not square; "
-            f"set data.image_size={max(height, width)}"
+            f"data.name={data.name}: images of {height} x {width} are not square: "
+            f"data.image_size={min(height, width)} keeps the square in their middle; to keep all, pad them to squares"
         )
     size = data.image_size or int(height)
 
@@ -148,12 +149,15 @@ def in_memory(
                     f"data.name={data.name}: its images are {' x '.join(map(str, images.shape[-2:]))} and would become "
                     f"{size} x {size}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not follow"
                 )
-            images = cast(Tensor, vision.resize(images, [size, size], antialias=True))
+            images = cut(images, size, size)
         return ImageSet(images, pair[1])
 
     mean, std = statistics(*known, channels)
     parts, sources = (resized(train), resized(val)), (train, val)
-    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, split, sources=sources)
+    oblong = {tuple(pair[0].shape[-2:]) for pair in sources if pair[0].shape[-2] != pair[0].shape[-1]}
+    shapes = " and ".join(f"{height} x {width}" for height, width in sorted(oblong))
+    notes = {"images": f"are {shapes}, of which the square in the middle is kept"} if oblong else {}
+    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, split, notes, sources=sources)
 
 
 def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:

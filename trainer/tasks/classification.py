@@ -180,7 +180,7 @@ class Multilabel(Task):
         if targets.dim() == 1 and not targets.is_floating_point() and targets.dtype != torch.bool:
             check_range(targets, names)
             targets = one_hot(targets.to(torch.int64), len(names))
-        if targets.dim() != 2 or targets.shape[1] != len(names):
+        if targets.dim() != 2 or targets.shape[1] != len(names) or targets.is_complex():
             raise ValueError(
                 f"labels must be 0 or 1 for each sample and each of the {len(names)} class names, "
                 f"found {described(targets)}"

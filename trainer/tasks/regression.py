@@ -44,7 +44,7 @@ class Regression(Task):
             )
         if targets.dim() == 1:
             targets = targets[:, None]
-        if targets.dim() != 2 or targets.shape[1] != len(names) or not names:
+        if targets.dim() != 2 or targets.shape[1] != len(names) or not names or targets.is_complex():
             raise ValueError(
                 f"targets must be numbers, for each sample and each of the {len(names)} names of values, "
                 f"found {described(targets)}"

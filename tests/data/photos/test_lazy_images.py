@@ -101,15 +101,18 @@ def test_extremes(tmp_path):
     assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"
 
 
-def test_orientation_is_exifs_however_small_it_becomes(tmp_path):
-    """Pillow alone would also take it from XMP, which torchvision does not read."""
+def test_an_orientation_in_xmp_turns_too_however_small_it_becomes(tmp_path):
+    """Where EXIF has none, as Pillow does it; torchvision does not read it."""
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
     Image.fromarray(scene(400, 600)).save(tmp_path / "a.jpg", xmp=xmp)
     picture = open_image(str(tmp_path / "a.jpg"), 3)
-    assert (picture.height, picture.width) == (400, 600)
+    assert (picture.height, picture.width) == (600, 400)
+    wanted = torch.from_numpy(np.rot90(scene(400, 600), -1).copy()).permute(2, 0, 1)
     for least in (400, 200, 50):
         small = picture.whole(least)
-        assert small.shape[2] == round(1.5 * small.shape[1])
+        assert small.shape[1] == round(1.5 * small.shape[2])
+        near = vision.resize(wanted, list(small.shape[1:]), antialias=True)
+        assert (small.int() - near.int()).abs().float().mean() < 5
 
 
 def test_pillows_limit_of_pixels_is_not_ours(tmp_path, monkeypatch):

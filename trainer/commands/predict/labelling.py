@@ -18,7 +18,7 @@ from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.decoding import open_image, reason, with_channels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out, shorter_side_of
+from trainer.data.photos.photo_reader import held_out, middle, shorter_side_of
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
@@ -73,8 +73,8 @@ class Preparation:
 
 
 class Labeller:
-    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, or an index into `source`; or one of
-    these and its class."""
+    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, why there is none, or an index into
+    `source`; or one of these and its class."""
 
     def __init__(
         self,
@@ -152,11 +152,13 @@ class Labeller:
     def _prepared(self, item: Any) -> Tensor:
         how, picture = self.preparation, self._picture(item)
         if how.published is not None:
-            return how.published(picture.whole(max(picture.height, picture.width)))
+            return how.published(middle(picture.whole(max(picture.height, picture.width)), how.shorter_side))
         return held_out(picture, how.image_size, how.shorter_side)
 
     def _picture(self, item: Any) -> Picture:
         channels = self.preparation.channels
+        if isinstance(item, Exception):
+            raise item
         if isinstance(item, str):
             return open_image(item, channels, wanted_of(self.recipe.data))
         if isinstance(item, int) and isinstance(self.source, PictureSource):

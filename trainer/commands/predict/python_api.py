@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainer.commands.predict.labelling import Forward
+from trainer.data.tensors import as_tensor
 from trainer.devices.assignment import prediction_devices
 from trainer.errors import RecipeError
 from trainer.pool import DevicePool
@@ -44,7 +45,7 @@ def predict(
     """
     _check(model, inputs, batch_size)
     if isinstance(inputs, np.ndarray):
-        inputs = torch.as_tensor(inputs)
+        inputs = as_tensor(inputs)
     names = chosen_devices(devices)
     if not isinstance(inputs, Tensor):
         return _stream(model, _tensors(inputs), names, batch_size)
@@ -98,7 +99,7 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
         if not isinstance(item, Tensor | np.ndarray):
             pair = ", and of a data set's items the input: (item[0] for item in data)" * isinstance(item, tuple | list)
             raise RecipeError(f"predict() takes tensors, not {type(item).__name__} as input {number} is{pair}")
-        yield torch.as_tensor(item)
+        yield as_tensor(item)
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:

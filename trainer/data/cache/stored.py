@@ -48,7 +48,7 @@ class Format:
     channels: int  # 1 or 3
     pixel_range: Range | None = None  # the recipe's data.pixel_range
 
-    VERSION = 2  # counts up when the pixels of the same photo change
+    VERSION = 3  # counts up when the pixels of the same photo change
 
     def __str__(self) -> str:
         return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"

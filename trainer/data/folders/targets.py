@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.sets import PhotoSource, TensorSpec
+from trainer.data.tensors import as_targets
 from trainer.tasks import Classification, Task
 
 MANY, SPARSE = 1000, 20  # numbers below the first are right; so many for each one in use are too many
@@ -29,7 +30,7 @@ def sparse(numbers: npt.NDArray[Any]) -> str:
 def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
     """A sample's target as the task wants it. Raises ValueError."""
     try:
-        return kind.checked(torch.as_tensor(target)[None], names)[0]
+        return kind.checked(as_targets(target)[None], names)[0]
     except (TypeError, ValueError, RuntimeError) as error:
         label = f"its label is {target}, and " if isinstance(target, int) else ""
         raise ValueError(f"{label}{error}") from None

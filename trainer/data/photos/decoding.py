@@ -35,6 +35,8 @@ FORMATS = (
 PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and the function that registers each
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of such a file
+XMP = b"http://ns.adobe.com/xap/1.0/\0"  # the beginning of a JPEG's segment of it
+ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")  # Pillow's modes with transparency
 LARGEST = 2**30  # bytes of an image file, and of its pixels
 
 
@@ -147,52 +149,48 @@ def formats() -> tuple[str, ...]:
 
 
 def jpeg_header(data: Bytes) -> tuple[int, int, int]:
-    """Height and width in a JPEG's frame header, (0, 0) without one, and its EXIF orientation: 1 to 8, by default 1."""
-    place, end, orientation = 2, len(data) - 8, 0
+    """Height and width in a JPEG's frame header, (0, 0) without one, and its orientation, as Pillow finds it in EXIF or
+    else in XMP: 1 to 8, by default 1."""
+    place, end, told = 2, len(data) - 8, Image.Image()
     while place < end and data[place] == 0xFF:
         kind = data[place + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            return 256 * high + low, 256 * wide + narrow, orientation or 1
+            return 256 * high + low, 256 * wide + narrow, _orientation(told) if told.info else 1
         # Fill bytes have one byte and markers without a payload two; the others have a length field.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
-        if not orientation and kind == 0xE1 and data[place + 4 : place + 8].tobytes() == b"Exif":
-            orientation = _exif_orientation(data[place + 4 : place + step].tobytes())
+        if kind == 0xE1:
+            segment = data[place + 4 : place + step].tobytes()
+            if segment.startswith(b"Exif"):  # a long one continues in others
+                told.info["exif"] = told.info["exif"] + segment[6:] if "exif" in told.info else segment
+            elif segment.startswith(XMP):
+                told.info["xmp"] = segment[len(XMP) :]
         place += step
     return 0, 0, 1
 
 
-def _exif_orientation(exif: bytes) -> int:
-    parsed = Image.Exif()
-    with contextlib.suppress(Exception):  # EXIF may hold anything at all
-        parsed.load(exif)
-        return _in_range(parsed)
-    return 1
-
-
 def _orientation(image: Image.Image) -> int:
     """Of an image that is loaded: 1 to 8; 1 where it is invalid."""
-    with contextlib.suppress(Exception):
-        return _in_range(image.getexif())
+    with contextlib.suppress(Exception):  # EXIF may hold anything at all
+        orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return orientation if orientation in range(2, 9) else 1
     return 1
-
-
-def _in_range(exif: Image.Exif) -> int:
-    orientation = exif.get(ExifTags.Base.Orientation, 1)
-    return orientation if orientation in range(2, 9) else 1
 
 
 def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """A Pillow image as (channels, height, width) uint8; transparency is dropped. Raises ValueError."""
-    kind = kind_of(image)
+    """A Pillow image as (channels, height, width) uint8, on white where it is transparent. Raises ValueError."""
+    kind, clear = kind_of(image), image.info.get("transparency")
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
         raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")
     if kind is not None and not kind.colour:
-        image = Image.fromarray(as_bytes(values_of(image, kind), kind.natural, pixel_range))
-    elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
+        values = as_bytes(values_of(image, kind), kind.natural, pixel_range)
+        if isinstance(clear, int):  # the value that is transparent
+            values[np.asarray(image) == clear] = 255
+        image = Image.fromarray(values)
+    elif clear is not None or image.mode in ALPHA or getattr(image.palette, "mode", "").endswith("A"):
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
 
@@ -223,7 +221,7 @@ def reason(error: BaseException) -> str:
 def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Tensor:
     """The image of a user's item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` returns it."""
     if isinstance(image, Image.Image):
-        return from_pillow(image, channels, pixel_range)
+        return upright(image, channels, pixel_range)
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
         kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
         raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {kind}")

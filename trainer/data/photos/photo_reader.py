@@ -24,6 +24,7 @@ from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not cropped for evaluation
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes uint8 directly
+LONGEST = 32  # times the shorter side: what is longer is cut before it is enlarged
 NEIGHBOURS = 100  # further samples that are tried in place of one that cannot be read
 
 # Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
@@ -49,11 +50,26 @@ def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
     `shorter` is by default `shorter_side(size)`.
     """
     shorter = shorter or shorter_side(size)
-    image = picture.whole(shorter)
-    if min(image.shape[-2:]) != shorter:
-        image = resized(image, [shorter])
-    centre: Tensor = vision.center_crop(image, [size, size])
+    return cut(picture.whole(shorter), size, shorter)
+
+
+def cut(images: Tensor, size: int, shorter: int) -> Tensor:
+    """Images (..., C, H, W) with their shorter side resized to `shorter`, and `size` x `size` cut out of the centre."""
+    if min(images.shape[-2:]) != shorter:
+        images = resized(middle(images, shorter), [shorter])
+    centre: Tensor = vision.center_crop(images, [size, size])
     return centre
+
+
+def middle(images: Tensor, shorter: int) -> Tensor:
+    """The middle of stripes (..., C, H, W), which whole would fill the memory once their shorter side is enlarged to
+    `shorter`; other images as they are. The centre stays where it was."""
+    short = min(images.shape[-2:])
+    if short >= shorter or max(images.shape[-2:]) <= LONGEST * short:
+        return images
+    sides = [side - max(0, side - LONGEST * short) // 2 * 2 for side in images.shape[-2:]]
+    part: Tensor = vision.center_crop(images, sides)
+    return part
 
 
 def shorter_side(size: int) -> int:
@@ -63,13 +79,17 @@ def shorter_side(size: int) -> int:
 
 
 def shorter_side_of(data: Datasets) -> int:
-    """The same for a data set's held-out images: those in memory, or with a target for each pixel, are not cut."""
+    """The same for a data set's held-out images: of those in memory, or with a target for each pixel, the shorter side
+    becomes the image's."""
     whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
     return data.image_size if whole else shorter_side(data.image_size)
 
 
 def resized(image: Tensor, size: list[int]) -> Tensor:
-    """Resize a (C, H, W) image to [height, width], or its shorter side to [length]."""
+    """Resize an image (C, H, W), or several, to [height, width], or their shorter side to [length]."""
+    if image.dim() > 3:
+        several: Tensor = vision.resize(image, size, antialias=True)
+        return several
     # channels_last is how JPEG is decoded and batches are kept: faster to resize and to copy.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     if len(size) == 1 or not VECTORISED or image.dtype != torch.uint8 or image.shape[1:] == (*size,):

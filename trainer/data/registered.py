@@ -16,7 +16,7 @@ from trainer import tasks
 from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
 from trainer.data.folders.targets import Targets, target_of
 from trainer.data.items import as_input, names_of, pair, tensors_of
-from trainer.data.photos.decoding import from_item, with_channels
+from trainer.data.photos.decoding import from_item, orientation_of, with_channels
 from trainer.data.photos.photo_reader import cut
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
@@ -218,6 +218,8 @@ class UserItems:
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         item, label = pair(self.items[index])
         item, target = as_input(item), self.targets.checked(label)
+        if self.targets.dense and isinstance(item, Image.Image) and orientation_of(item) > 1:
+            raise ValueError("EXIF turns its image and not its target: turn both, as by ImageOps.exif_transpose")
         if self.spec is None:
             return self.targets.checked_image(from_item(item, channels, self.pixel_range), self.size), target
         inputs = plain(item)

@@ -9,6 +9,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 
 from tests.command_line import QUIET, ok
-from tests.data.photos.test_decoding import exif
+from tests.data.photos.test_decoding import KINDS, exif, save_kind
 from tests.data.photos.test_lazy_images import scene
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
@@ -99,6 +100,21 @@ def test_a_photo_is_made_ready_as_in_evaluation(here: Path) -> None:
                     channels,
                     size,
                 )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_of_every_kind_are_made_ready_as_predict_does(tmp_path: Path, name: str) -> None:
+    (text,) = (block.text for block in blocks(PAGE) if block.text.startswith("# prepare.py"))
+    program: dict[str, Any] = {}
+    exec(text, program)
+    path = str(save_kind(tmp_path, name))
+    for channels, pixel_range in ((1, None), (3, None), (3, (-100, 50_000))):
+        if pixel_range and KINDS[name][0].mode != "I;16":
+            continue
+        facts = {"channels": channels, "image_size": 64, "shorter_side": 73, "mean": [0], "std": [1]}
+        found = 255 * program["prepare"](path, facts | ({"pixel_range": pixel_range} if pixel_range else {}))[0]
+        wanted = held_out(open_image(path, channels, pixel_range), 64, 73).numpy()
+        assert np.abs(found - wanted).max() <= 2.01, (channels, pixel_range)
 
 
 def test_our_own_networks_are_loaded_as_the_page_says(here: Path) -> None:

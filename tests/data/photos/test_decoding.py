@@ -1,16 +1,18 @@
 """Decoding: photos of phones stand upright, whatever kind of file they are, and kinds that cannot be read say why."""
 
 import io
+import pickle
 import re
+import struct
 
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from tests.data.photo_folders import read_image
 from trainer.data.photos import decoding
-from trainer.data.photos.decoding import formats
+from trainer.data.photos.decoding import formats, from_item, open_encoded
 
 TURNS = {  # how the upright picture has to be turned, and mirrored, so that the tag turns it back
     1: lambda pixels: pixels,
@@ -35,6 +37,126 @@ def exif(orientation):
     tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = orientation
     return tags
+
+
+def _kinds():
+    """Image files of every kind by name, each with how Pillow saves it."""
+    y, x = np.mgrid[:90, :120]
+    noise = np.random.default_rng(0).integers(-20, 21, (90, 120, 3))
+    pixels = np.clip(np.stack([2 * x, 2.5 * y, x + y], -1) + noise, 0, 255).astype(np.uint8)
+    image, fade = Image.fromarray(pixels), Image.fromarray((x * 255 // 119).astype(np.uint8))
+    gray = image.convert("L")
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    indexed = image.convert("P", palette=Image.Palette.ADAPTIVE)
+    glass, smoke = image.copy(), gray.copy()
+    glass.putalpha(fade)
+    smoke.putalpha(fade)
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    return {
+        "gray.png": (gray, {}),
+        "palette.gif": (image, {}),
+        "bits.png": (gray.convert("1"), {}),
+        "cmyk.jpg": (image.convert("CMYK"), {"quality": 95}),
+        "turned.jpg": (image, {"exif": exif(6)}),
+        "turned.png": (image, {"exif": exif(6)}),
+        "turned.tif": (image, {"exif": exif(6)}),
+        "xmp.jpg": (image, {"xmp": xmp, "quality": 95}),
+        "xmp.webp": (image, {"xmp": xmp, "lossless": True}),
+        "deep.png": (deep, {}),
+        "deep.tif": (deep, {}),
+        "deep-turned.png": (deep, {"exif": exif(6)}),
+        "deep-transparent.png": (deep, {"transparency": 100 * 257}),
+        "real.tif": (Image.fromarray((np.asarray(gray) / 255).astype(np.float32)), {}),
+        "alpha.png": (glass, {}),
+        "alpha-turned.png": (glass, {"exif": exif(6)}),
+        "alpha.webp": (glass, {"lossless": True}),
+        "alpha.tga": (glass, {}),
+        "gray-alpha.png": (smoke, {}),
+        "one-index.png": (indexed, {"transparency": 5}),
+        "indices.png": (indexed, {"transparency": bytes(range(256))}),
+        "one-gray.png": (gray, {"transparency": 100}),
+        "one-colour.png": (Image.fromarray(pixels // 16 * 16), {"transparency": (96, 96, 96)}),
+    }
+
+
+KINDS = _kinds()
+
+
+def save_kind(folder, name):
+    image, options = KINDS[name]
+    image.save(folder / name, **options)
+    return folder / name
+
+
+def seen(path):
+    """What a viewer with a white page shows of an image of `KINDS`, (height, width, 3), computed here."""
+    image = Image.open(path)
+    pixels, clear = np.asarray(image).astype(float), image.info.get("transparency")
+    if image.mode in ("F", "I;16", "1"):
+        shown, alpha = pixels * (255 if image.mode in "F1" else 1 / 257), np.ones(pixels.shape)
+        alpha[pixels == clear] = 0
+    elif image.mode == "P":
+        table = np.reshape(image.getpalette("RGB"), (-1, 3)).astype(float)
+        opaque = np.array(list(clear) if isinstance(clear, bytes) else [255 * (n != clear) for n in range(256)])
+        shown, alpha = table[np.asarray(image)], opaque[np.asarray(image)] / 255
+    elif image.mode in ("LA", "RGBA"):
+        shown, alpha = pixels[..., :-1], pixels[..., -1] / 255
+    else:
+        shown = pixels if image.mode in ("L", "RGB") else np.asarray(image.convert("RGB")).astype(float)
+        whole = shown.reshape(*shown.shape[:2], -1)
+        alpha = 1.0 - (whole == np.array(-1 if clear is None else clear)).all(-1)
+    shown, alpha = np.broadcast_to(shown.reshape(*alpha.shape, -1), (*alpha.shape, 3)), alpha[..., None]
+    laid = shown * alpha + 255 * (1 - alpha)
+    turned = KINDS[path.name][1].keys() & {"exif", "xmp"} and path.suffix != ".tif"  # which Pillow turns by itself
+    return np.rot90(laid, -1) if turned else laid
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_of_every_kind_lie_upright_on_white(tmp_path, name):
+    path = save_kind(tmp_path, name)
+    found = read_image(str(path), 3).permute(1, 2, 0).numpy()
+    wanted = seen(path)
+    assert found.shape == wanted.shape and np.abs(found - wanted).max() <= (8 if name.endswith("jpg") else 1)
+
+
+def loaded(path):
+    with Image.open(path) as image:
+        image.load()
+    return image
+
+
+DOORS = {
+    "bytes": lambda path, channels: open_encoded(np.fromfile(path, np.uint8), channels).decode(1),
+    "pillow": lambda path, channels: from_item(Image.open(path), channels),
+    "loaded": lambda path, channels: from_item(loaded(path), channels),
+    "pickled": lambda path, channels: from_item(pickle.loads(pickle.dumps(Image.open(path))), channels),
+    "turned by the user": lambda path, channels: from_item(ImageOps.exif_transpose(Image.open(path)), channels),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_is_the_same_through_every_door(tmp_path, door, channels):
+    for name in KINDS:
+        path = save_kind(tmp_path, name)
+        found, wanted = DOORS[door](path, channels).int(), read_image(str(path), channels).int()
+        # Of a JPEG in colour torchvision takes the gray that is stored, and Pillow that of the colours.
+        bound = 0.5 if channels == 1 and path.suffix == ".jpg" and door != "bytes" else 0
+        assert found.shape == wanted.shape and (found - wanted).abs().float().mean() <= bound, name
+
+
+def test_twelve_bits_are_known_when_the_file_is_gone(tmp_path):
+    high = np.random.default_rng(0).integers(0, 4096, (6, 4))
+    pairs = high.reshape(-1, 2)
+    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], -1)
+    tags = {256: 4, 257: 6, 258: 12, 259: 1, 262: 1, 273: 146, 277: 1, 278: 6, 279: packed.size, 284: 1, 339: 1}
+    rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + rows + bytes(4)
+    path = tmp_path / "a.tif"
+    path.write_bytes(head.ljust(146, b"\0") + packed.astype(np.uint8).tobytes())
+    wanted = np.rint(high * (255 / 4095))
+    assert np.array_equal(read_image(str(path), 1)[0].numpy(), wanted)
+    assert np.array_equal(from_item(loaded(path), 1)[0].numpy(), wanted)
 
 
 def close(image, pixels):

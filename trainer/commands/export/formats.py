@@ -87,6 +87,11 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         raise CheckpointError(f"{path} is damaged: its description of inputs makes no sense") from None
     if mean:
         ImageFacts.of(path, facts)
+    if mean and recipe.data.image_size != size and any(word.startswith("data.image_size=") for word in words):
+        raise RecipeError(
+            f"data.image_size={recipe.data.image_size}: {path} has images of {size} pixels, and so has its export: "
+            "leave it out"
+        )
     task = tasks.create(recipe.replace(loss={}, augment={}), classes)
     model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
     initialise(model, tensors, str(path), whole=True)

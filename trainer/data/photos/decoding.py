@@ -156,7 +156,7 @@ def jpeg_header(data: Bytes) -> tuple[int, int, int]:
         kind = data[place + 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            return 256 * high + low, 256 * wide + narrow, _orientation(told) if told.info else 1
+            return 256 * high + low, 256 * wide + narrow, orientation_of(told) if told.info else 1
         # Fill bytes have one byte and markers without a payload two; the others have a length field.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
@@ -171,7 +171,7 @@ def jpeg_header(data: Bytes) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """Of an image that is loaded: 1 to 8; 1 where it is invalid."""
     with contextlib.suppress(Exception):  # EXIF may hold anything at all
         orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -197,7 +197,7 @@ def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = N
 
 def upright(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
     """As `from_pillow`, turned as its EXIF data say."""
-    return _turned(from_pillow(image, channels, pixel_range), _orientation(image))
+    return _turned(from_pillow(image, channels, pixel_range), orientation_of(image))
 
 
 def with_channels(images: Tensor, channels: int) -> Tensor:

@@ -21,8 +21,10 @@ WHOLE, REAL = (0.0, 65535.0), (0.0, 1.0)  # of unsigned 16 bits, and of real num
 BEYOND = 0.05  # of the range: filters may overshoot a little above white or below black
 DARK = 4  # a set whose brightest value is below a fourth of white was hardly written with that white
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
-SAMPLE_FORMAT = next(number for number, tag in TiffTags.TAGS_V2.items() if tag.name == "SampleFormat")
-PHOTOMETRIC = next(number for number, tag in TiffTags.TAGS_V2.items() if tag.name == "PhotometricInterpretation")
+BITS, PHOTOMETRIC, SAMPLE_FORMAT = (
+    next(number for number, tag in TiffTags.TAGS_V2.items() if tag.name == name)
+    for name in ("BitsPerSample", "PhotometricInterpretation", "SampleFormat")
+)
 
 
 def wanted_of(data: DataRecipe) -> Range | None:
@@ -49,7 +51,7 @@ def kind_of(image: Image.Image) -> PixelKind | None:
     if image.mode == "F":
         return PixelKind(REAL)
     if image.mode.startswith("I;16"):
-        white = 4095.0 if raw == "I;12" else WHOLE[1]
+        white = 4095.0 if 12 in np.atleast_1d(tags.get(BITS, 16)) else WHOLE[1]
         return PixelKind((0.0, white), inverted=tags.get(PHOTOMETRIC) == 0)
     if image.mode == "I":  # Pillow scales PPM's to 16 bits, by the white that each file says
         return PixelKind(WHOLE if image.format == "PPM" else None, read_as=None if signed or not tags else np.uint32)

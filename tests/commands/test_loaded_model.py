@@ -69,6 +69,47 @@ def test_a_pillow_image_of_any_mode_is_as_its_file(mode, run, tmp_path):
     assert run.predict(image) == run.predict(tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("devices", [None, ["cpu"]])
+def test_an_image_that_cannot_be_read_costs_no_others_answer(devices, run, tmp_path):
+    (tmp_path / "cut.png").write_bytes(Path("photos/red/0.png").read_bytes()[:300])
+    good = ["photos/red/1.png", Image.open("photos/green/1.png"), as_tensor("photos/blue/1.png")]
+    images = [good[0], "photos/none.png", good[1], Image.open(tmp_path / "cut.png"), good[2]]
+    answers = run.predict(images, devices=devices, on_error="skip")
+    failed = {place: str(answer) for place, answer in enumerate(answers) if isinstance(answer, PredictionError)}
+    assert [*failed] == [1, 3] and "photos/none.png" in failed[1] and "image 3" in failed[3]
+    told = [answers[place] for place in (0, 2, 4)]
+    assert [answer.label for answer in told] == ["red", "green", "blue"]
+    assert [answer.labels for answer in told] == [answer.labels for answer in run.predict(good)]
+    with pytest.raises(PredictionError, match=r"photos/none\.png.*on_error='skip'"):
+        run.predict(images, devices=devices)
+    with pytest.raises(PredictionError, match=r"photos/none\.png"):
+        run.predict("photos/none.png", devices=devices)
+    with pytest.raises(RecipeError, match=r"'ignore'.*'skip'"):
+        run.predict(images, on_error="ignore")
+
+
+def test_arrays_of_any_layout_are_the_images_they_show(run):
+    pixels = np.array(Image.open("photos/green/1.png"))
+    turned = np.ascontiguousarray(np.rot90(pixels))
+    assert run.predict(np.rot90(pixels)) == run.predict(turned)
+    assert run.predict(pixels[..., ::-1]) == run.predict(pixels[..., ::-1].copy())
+    assert run.predict(pixels.transpose(2, 0, 1)) == run.predict(pixels), "as training takes it, too"
+
+
+def test_training_evaluation_and_prediction_see_the_same_of_arrays(tmp_path):
+    """Not square, mirrored as OpenCV's colours are, and with labels as small as they can be stored."""
+    images = np.random.default_rng(0).integers(0, 256, (60, 40, 90, 3), dtype=np.uint8)
+    images[::2, :, 30:60] //= 4
+    arrays = images[..., ::-1], (np.arange(60) % 2).astype(np.uint16)
+    words = {"mode": "single", "threads": 1, "epochs": 2, "batch_size": 20, "schedule__warmup_epochs": 0}
+    words |= {"augment__crop": "none", "data__image_size": 32, "optimizer__lr": 0.02, "logging__progress": False}
+    found = trainer.train("digits", data=(arrays, arrays), output=tmp_path / "run", **words)
+    answers = trainer.load(tmp_path / "run").predict(arrays[0])
+    truth = zip(answers, map(str, arrays[1]), strict=True)
+    chances = [answer.probabilities[answer.labels.index(label)] for answer, label in truth]
+    assert -np.log(chances).mean() == pytest.approx(found["val_loss"], rel=1e-4)
+
+
 def test_folders_batches_and_several_devices_give_lists_in_order(run):
     folder = run.predict("photos")
     assert [told.label for told in folder] == [colour for colour in COLOURS for _ in range(12)]

@@ -1,13 +1,17 @@
 """Data sets of the user's own: what they may bring, and what is said of the rest."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as vision
 
+from tests.data.photos.test_decoding import exif
 from trainer import tasks
+from trainer.commands.predict.labelling import Preparation
 from trainer.data import (
     Datasets,
     LabelledSource,
@@ -19,6 +23,8 @@ from trainer.data import (
     register_dataset,
     registered,
 )
+from trainer.data.photos.lazy_images import Picture
+from trainer.data.photos.photo_reader import held_out
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.tasks import Task, register_task
@@ -76,6 +82,39 @@ def test_a_users_set_that_does_not_fit_is_explained(names, made, message):
     register_dataset("mine")(lambda data: made)
     with pytest.raises(RecipeError, match=message):
         opened("data.name=mine")
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"), [((32, 64), 32), ((64, 32), 40), ((96, 130), 80), ((96, 96), 80), ((30, 30), 80), ((9, 9), 9)]
+)
+def test_arrays_are_cut_as_photos_and_as_their_weights_say(names, shape, size):
+    """By torchvision: the shorter side resized, the middle cut out; and as prediction prepares each of them."""
+    images = torch.randint(0, 256, (6, 3, *shape), dtype=torch.uint8)
+    register_dataset("mine")(lambda data: ((images, torch.arange(6) % 2),) * 2 + ("ab",))
+    found = opened("data.name=mine", f"data.image_size={size}")
+    wanted = vision.center_crop(vision.resize(images, [size], antialias=True), [size, size])
+    assert torch.equal(found.train.images, wanted) and torch.equal(found.val.images, wanted)
+    how = Preparation.of(found)
+    for image, kept in zip(images, found.val.images, strict=True):
+        assert torch.equal(held_out(Picture.of(image), how.image_size, how.shorter_side), kept)
+    assert ("images" in found.notes) == (shape[0] != shape[1])
+
+
+def test_the_size_that_is_advised_for_arrays_that_are_not_square_is_taken(names):
+    register_dataset("mine")(lambda data: ((pair(8)[0][..., :3], pair(8)[1]),) * 2 + ("ab",))
+    with pytest.raises(RecipeError, match="not square") as caught:
+        opened("data.name=mine")
+    (word,) = re.findall(r"data\.image_size=\d+", str(caught.value))
+    assert opened("data.name=mine", word).image_size == 3
+
+
+def test_pillow_items_are_turned_as_files_are(names, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif(6))
+    items = [(Image.open(tmp_path / "a.png"), n % 2) for n in range(4)]
+    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
+    image, _ = opened("data.name=mine").train.read(0, 3)
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.rot90(pixels, -1))
 
 
 @pytest.mark.parametrize("name", ["digits", "mine"])
@@ -197,6 +236,11 @@ def test_dense_targets_lie_under_their_images(names, monkeypatch, size):
         batch = next(batches)
         pixels = batch.inputs[:, 0] * found.std[0] + found.mean[0]
         assert (pixels * 255 > 127.5).long().equal(batch.targets)
+    tagged = Image.fromarray(image.permute(1, 2, 0).numpy())
+    tagged.getexif().update(exif(6))
+    register_dataset("tagged")(lambda data: ([*items, (tagged, items[0][1])], items, ["x"]))
+    with pytest.raises(ValueError, match="exif_transpose"):  # nobody knows whether the target is turned already
+        opened("data.name=tagged", "task.name=own").train.read(8, 3)
     other = [*items, (image[:, :-1], torch.zeros(size, size).long())]
     register_dataset("odd")(lambda data: (other, items, ["x"]))
     with pytest.raises(RecipeError, match="squares of one size"):

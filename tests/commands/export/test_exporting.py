@@ -353,6 +353,13 @@ def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, erro
     assert re.search(expected.replace("?", r"\?"), str(caught.value)) and "\n" not in str(caught.value)
 
 
+def test_a_size_that_the_export_would_not_have_is_refused(here):
+    words = ["runs/images", "format=safetensors"]
+    with pytest.raises(RecipeError, match=r"data.image_size=16\b.*\b8 pixels"):
+        exporting.command([*words, "data.image_size=16"])
+    assert not list((here / "runs" / "images").glob("model.*")) and exporting.command([*words, "data.image_size=8"])
+
+
 def test_nothing_is_written_over(here):
     (here / "model.pt2").write_text("mine")
     with pytest.raises(RecipeError, match=r"model\.pt2 .*\boutput="):

@@ -101,6 +101,23 @@ def test_extremes(tmp_path):
     assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"
 
 
+@pytest.mark.parametrize("shape", [(2, 3000), (3, 2501), (3000, 2), (7, 1001), (100, 4001)])
+def test_of_a_stripe_only_the_middle_is_enlarged(monkeypatch, shape):
+    """2 x 8,000 pixels became 256 x 1,024,000."""
+    image = torch.from_numpy(scene(*shape)).permute(2, 0, 1)
+    whole = vision.center_crop(vision.resize(image, [256], antialias=True), [224, 224]).int()
+    made, resize = [], vision.resize
+
+    def counted(*given, **options):
+        made.append(resize(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(photo_reader.vision, "resize", counted)
+    found = held_out(Picture.of(image), 224)
+    assert (found.int() - whole).abs().max() <= 3
+    assert [max(part.shape[-2:]) <= 33 * 256 + 256 for part in made] == [True]
+
+
 def test_an_orientation_in_xmp_turns_too_however_small_it_becomes(tmp_path):
     """Where EXIF has none, as Pillow does it; torchvision does not read it."""
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'

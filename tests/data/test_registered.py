@@ -108,6 +108,18 @@ def test_the_size_that_is_advised_for_arrays_that_are_not_square_is_taken(names)
     assert opened("data.name=mine", word).image_size == 3
 
 
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression"])
+@pytest.mark.parametrize("labels", [np.ones((8, 2), complex), np.array(list("abababab")), np.array([{}] * 8)])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_labels_that_are_no_numbers_of_a_task_are_refused_in_one_line(names, task, labels, one_by_one):
+    images = pair(8)[0]
+    part = [*zip(images, labels, strict=True)] if one_by_one else (images, labels)
+    register_dataset("mine")(lambda data: (part, part, ("a", "b")))
+    with pytest.raises(ValueError, match=r"complex|number") as caught:
+        opened("data.name=mine", f"task.name={task}").train.read(0, 3)
+    assert "\n" not in str(caught.value)
+
+
 def test_pillow_items_are_turned_as_files_are(names, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif(6))

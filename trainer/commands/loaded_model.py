@@ -174,10 +174,9 @@ class LoadedModel:
     def _item(self, image: Tensor | np.ndarray[Any, Any] | Image.Image) -> Tensor | Image.Image:
         if isinstance(image, Image.Image):
             return image
+        image = as_input(image) if isinstance(image, np.ndarray) else image
         try:
-            return from_item(
-                as_input(image) if isinstance(image, np.ndarray) else image, self._trained.preparation.channels
-            )
+            return from_item(image, self._trained.preparation.channels)
         except TypeError as error:
             raise RecipeError(
                 f"predict() takes uint8 images of 1 or 3 channels, as (H, W, C) arrays or (C, H, W) tensors: {error}"

@@ -196,7 +196,7 @@ def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = N
 
 
 def upright(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """As `from_pillow`, turned as its EXIF data say."""
+    """As `from_pillow`, turned as its EXIF data, or else XMP's, say."""
     return _turned(from_pillow(image, channels, pixel_range), orientation_of(image))
 
 

@@ -1,5 +1,6 @@
 """A trained run evaluated again: on any number of ranks, from files that tell too little."""
 
+import re
 import shutil
 
 import pytest
@@ -7,8 +8,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import QUIET, ok, result, torchrun
+from tests.data.photo_folders import coloured
+from tests.data.shards.making import tarred
 from trainer.commands.evaluate import evaluate_run
-from trainer.errors import CheckpointError, RecipeError
+from trainer.data import open_datasets
+from trainer.data.folders.layout import Before
+from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.recipe import load
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +63,102 @@ def test_damaged_class_names_are_one_line(trained, tmp_path, told):
     save_file(load_file(trained / "last.safetensors"), tmp_path / "odd.safetensors", facts | {"classes": told})
     with pytest.raises(CheckpointError, match=r"odd\.safetensors: .*\bclasses\b"):
         evaluate_run(str(tmp_path / "odd.safetensors"))
+
+
+COUNTS = {"train": 8, "val": 4, "test": 3}
+
+
+@pytest.fixture(scope="module")
+def three_parts(tmp_path_factory):
+    """The same photos as folders, as a table and as tars; those of test have wrong labels."""
+    root = tmp_path_factory.mktemp("parts")
+    rows = "file,label,split\n"
+    for part, count in COUNTS.items():
+        members = []
+        for name, colour in (("blue", (30, 30, 200)), ("red", (200, 30, 30))):
+            label = name if part != "test" else {"blue": "red", "red": "blue"}[name]
+            for n in range(count):
+                path = root / "folders" / part / label / f"{n}.png"
+                coloured(path, colour, (8, 8), seed=n)
+                members.append((f"{label}/{n}.png", path.read_bytes()))
+                rows += f"{path.relative_to(root)},{label},{part}\n"
+        tarred(root / "tars" / f"{part}-0.tar", members)
+    (root / "labels.csv").write_text(rows)
+    words = {"folders": ["data.name=imagefolder", f"data.root={root / 'folders'}"]}
+    words["table"] = ["data.name=imagefolder", f"data.root={root}", f"data.labels={root / 'labels.csv'}"]
+    words["tars"] = ["data.name=shards", f"data.root={root / 'tars'}"]
+    return root, words
+
+
+@pytest.mark.parametrize("kind", ["folders", "table", "tars"])
+def test_a_test_part_is_left_for_evaluate(three_parts, kind, monkeypatch):
+    root, words = three_parts
+    monkeypatch.setenv("TRAINER_DATA", str(root / "kept"))
+    recipe = load(None, *words[kind])
+    found, again = open_datasets(recipe), open_datasets(recipe, Before(test=True))
+    assert (len(found.train), len(found.val), len(again.val)) == (16, 8, 6) and again.classes == found.classes
+    names = [again.val.where(n) if kind != "table" else None for n in range(6)]
+    assert all("test" in (name or "test") for name in names) and "test" in found.notes["beside"]
+    assert "test" not in found.notes and "test" not in found.split.rpartition("/")[2]
+
+
+def test_the_command_reads_it(three_parts, tmp_path):
+    """The images that are held out are all right, and those of test, which have wrong labels, all wrong."""
+    _, words = three_parts
+    run, fast = tmp_path / "run", ["model.name=mlp", "batch_size=8", "optimizer.lr=0.02", "epochs=4", "threads=1"]
+    ok("mode=single", *words["table"], *fast, *QUIET, "schedule.warmup_epochs=0", f"output={run}")
+    assert result(run)["val_top1"] == 1
+    told = ok("evaluate", f"checkpoint={run}", "split=test").stdout
+    assert "top-1 0.00%" in told and "6 test images" in told
+    assert evaluate_run(run)["val_top1"] == 1 == evaluate_run(run, "split=val")["val_top1"]
+    found = evaluate_run(run, "split=test")
+    assert (found["test_top1"], found["test_samples"]) == (0, 6) and found.keys().isdisjoint(result(run))
+    with pytest.raises(RecipeError, match=r"split=train\b.*split=test"):
+        evaluate_run(run, "split=train")
+
+
+@pytest.mark.parametrize("kind", ["folders", "table", "tars"])
+def test_without_val_the_test_images_are_held_out_and_that_is_told(three_parts, kind, tmp_path, monkeypatch):
+    root, words = three_parts
+    monkeypatch.setenv("TRAINER_DATA", str(root / "kept"))
+    shutil.copytree(root, tmp_path / "all", ignore=lambda at, names: [name for name in names if name.startswith("val")])
+    labels = tmp_path / "all" / "labels.csv"
+    labels.write_text("".join(line for line in labels.read_text().splitlines(True) if not line.endswith("val\n")))
+    recipe = load(None, *(word.replace(str(root), str(tmp_path / "all")) for word in words[kind]))
+    found = open_datasets(recipe)
+    assert len(found.val) == 6 and re.search(r"\bbest epoch\b", found.notes["test"])
+    again = open_datasets(recipe, Before(test=True))
+    assert len(again.val) == 6 and "test" not in again.notes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.name=digits"],
+        ["data.name=imagefolder", "data.root={root}/folders/train"],
+        ["data.name=imagefolder", "data.root={root}", "data.labels={root}/none.csv"],
+        ["data.name=shards", "data.root={root}/tars/train-0.tar"],
+    ],
+)
+def test_without_a_test_part_there_is_nothing_to_evaluate(three_parts, words, tmp_path, monkeypatch):
+    root, _ = three_parts
+    monkeypatch.setenv("TRAINER_DATA", str(root / "kept"))
+    shutil.copytree(root, tmp_path / "all", ignore=shutil.ignore_patterns("test"))
+    (tmp_path / "all" / "none.csv").write_text((root / "labels.csv").read_text().replace(",test\n", ",val\n"))
+    recipe = load(None, *(word.format(root=tmp_path / "all") for word in words))
+    if "none" in words[-1]:
+        shutil.copytree(root / "folders" / "test", tmp_path / "all" / "folders" / "test")
+    with pytest.raises((RecipeError, SetupError), match=r"split=test\b"):
+        open_datasets(recipe, Before(test=True))
+
+
+def test_test_images_of_a_class_that_was_not_trained(three_parts, tmp_path):
+    """Fewer classes are well; another one is not."""
+    root, _ = three_parts
+    shutil.copytree(root / "folders", tmp_path / "set")
+    shutil.rmtree(tmp_path / "set" / "test" / "blue")
+    recipe = load(None, "data.name=imagefolder", f"data.root={tmp_path / 'set'}")
+    assert open_datasets(recipe, Before(test=True)).val.labels.tolist() == [1] * 3
+    (tmp_path / "set" / "test" / "red").rename(tmp_path / "set" / "test" / "green")
+    with pytest.raises(SetupError, match="'green'"):
+        open_datasets(recipe, Before(test=True))

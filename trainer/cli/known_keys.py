@@ -84,7 +84,7 @@ COMMAND_WORDS = {
         "requeues", "max_restarts", "plugin", "output", "resume",
     ),
     "predict": ("checkpoint", "plugin"),
-    "evaluate": ("checkpoint", "plugin"),
+    "evaluate": ("checkpoint", "plugin", "split"),
 }  # fmt: skip
 EVERY_WORD = frozenset(word for words in COMMAND_WORDS.values() for word in words)
 WANTS: dict[str, tuple[str, ...]] = {

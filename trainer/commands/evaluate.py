@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,8 +24,9 @@ from trainer.processes.world import PATIENCE
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import WITHOUT_FOLDER
-from trainer.recipe.recipe_files import stored
+from trainer.recipe.recipe_files import split_words, stored
 from trainer.recipe.schema import LARGEST_SIDE
+from trainer.saving.files import class_name
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import whole
 from trainer.saving.weights import read_metadata, read_weights
@@ -41,10 +42,11 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     Args:
         checkpoint: a run folder (its last weights) or its name below runs, one of its checkpoints, or a .safetensors
             file of it.
-        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices.
+        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices; and
+            split=test for the images of a test part, which no run looks at where there is a val part too.
 
     Returns:
-        What `evaluate` returns, on every rank.
+        What `evaluate` returns, on every rank; of split=test as test_loss and so on.
 
     Raises:
         RecipeError: it is no path, or the words mean nothing.
@@ -54,8 +56,12 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         given = f"not {type(checkpoint).__name__}"
         raise RecipeError(f"evaluate() takes a run's folder or file of weights, as in evaluate('runs/x'), {given}")
     path = run_named(str(checkpoint))
+    options, settings = split_words(words, ("split",))
+    part = options.get("split", "val")
+    if part not in ("val", "test"):
+        raise RecipeError(f"split={part[:40]}: evaluate takes split=val (the default) or split=test")
     weights, metadata = read_weights(path)
-    recipe = recipe_of(path, metadata, words)
+    recipe = recipe_of(path, metadata, settings)
     start_process(recipe)
     world = locate(recipe)
     rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
@@ -65,7 +71,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     )
     check_processes(recipe, world.size)
     world.connect(recipe.timeout)
-    data = world.all_or_none(lambda: opened_again(path, recipe, metadata), PATIENCE)
+    data = world.all_or_none(lambda: opened_again(path, recipe, metadata, part == "test"), PATIENCE)
     check_same_images(world, data)
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)
@@ -79,25 +85,25 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     loader.close()
     if world.is_main:
         scores = task.text(metrics_of(metrics))
-        images = f"{metrics['val_samples']:,} held-out images of {data.name}"
+        images = f"{metrics['val_samples']:,} {'test' if part == 'test' else 'held-out'} images of {data.name}"
         images += f"; {skipped:,} more cannot be read" if skipped else ""
-        say(f"{path}: val {scores} on {images}")
+        say(f"{path}: {part} {scores} on {images}")
     world.barrier()
     world.close()
-    return metrics
+    return {f"{part}_{key.removeprefix('val_')}": value for key, value in metrics.items()}
 
 
-def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str]) -> Datasets:
-    """The data set of weights at `path`, with the images held out that their run held out.
+def opened_again(path: Path, recipe: Recipe, metadata: Mapping[str, str], test: bool = False) -> Datasets:
+    """The data set of weights at `path`, with the images held out that their run held out; or those of a `test` part.
 
     A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
     another folder than the run's, all are held out. Raises CheckpointError.
     """
     elsewhere = recipe.data.root != recipe_of(path, metadata, ()).data.root
-    data = open_datasets(recipe, Before(part_of(path, "val"), elsewhere))
+    data = open_datasets(recipe, Before(part_of(path, "val"), elsewhere, test))
     facts = metadata if "classes" in metadata else read_metadata(path)
     try:
-        known = tuple(map(str, json.loads(facts.get("classes", "null")) or data.classes))
+        known = tuple(class_name(str(name)) for name in json.loads(facts.get("classes", "null")) or data.classes)
     except (ValueError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: its description of the classes makes no sense") from None
     if known != data.classes:
@@ -109,7 +115,7 @@ def _listed(classes: tuple[str, ...]) -> str:
     return f"{len(classes)} classes ({', '.join(classes[:8])}{', ...' * (len(classes) > 8)})"
 
 
-def recipe_of(path: Path, metadata: Mapping[str, str], words: tuple[str, ...]) -> Recipe:
+def recipe_of(path: Path, metadata: Mapping[str, str], words: Sequence[str]) -> Recipe:
     """The recipe that weights were trained with: from their file, else from the run folder they lie in.
 
     Its devices were those of the training; evaluation takes what is here, or what the words say.

@@ -134,6 +134,8 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         if data.name == "imagefolder" and data.root.endswith(SUFFIXES):
             raise SetupError(f"data.root={data.root} is no folder but shards of images: add data.name=shards")
         raise SetupError(f"data.root={data.root} is {packed_or_remote(data.root) or NO_FOLDER}")
+    if before.test and (data.name not in OWN_PHOTOS or data.root is None):
+        raise RecipeError(f"split=test: data.name={data.name} has no test part beside its held-out one: leave it out")
     if data.name in registered:
         return open_registered(recipe)
     if data.name in PUBLISHED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,11 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
 
 def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
     """The names of a set's classes, or of a regression's values, where it has any, else numbers. Raises RecipeError."""
-    if (known := _class_names(part)) and kind.reads != "values":
-        return known
+    if kind.reads != "values":
+        if known := next(filter(None, map(names_in, made_of(part))), ()):
+            return known
+        if isinstance(count := getattr(made_of(part)[0], "num_classes", None), int) and count > 0:
+            return _numbers(count)
     tensors = tensors_of(part)
     if kind.reads == "class":
         targets = tensors[1] if tensors is not None else stored_targets(part)
@@ -100,23 +104,25 @@ def _numbers(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(max(1, count))))
 
 
-def _class_names(part: Any) -> tuple[str, ...]:
-    """As torchvision's and Hugging Face's data sets have them."""
+def made_of(part: Any) -> list[Any]:
+    """The sets that a ConcatDataset or a Subset is made of."""
     if isinstance(part, Subset):
-        return _class_names(part.dataset)
-    if isinstance(part, ConcatDataset):
-        return _class_names(part.datasets[0])
+        return made_of(part.dataset)
+    return [one for each in part.datasets for one in made_of(each)] if isinstance(part, ConcatDataset) else [part]
+
+
+def names_in(part: Any) -> tuple[str, ...]:
+    """The names of classes 0, 1, ... as torchvision's and Hugging Face's data sets have them; empty without any."""
+    places = getattr(part, "class_to_idx", None)
+    with suppress(TypeError):  # other values
+        if isinstance(places, Mapping) and places and sorted(places.values()) == [*range(len(places))]:
+            return tuple(map(str, sorted(places, key=places.__getitem__)))
     classes = getattr(part, "classes", None)
     if isinstance(classes, Sequence) and not isinstance(classes, str) and classes:
         return tuple(map(str, classes))
-    count = getattr(part, "num_classes", None)
-    if isinstance(count, int) and count > 0:
-        return _numbers(count)
     features = getattr(part, "features", None)
-    for name in TARGETS:
-        if isinstance(features, Mapping) and (names := getattr(features.get(name), "names", None)):
-            return tuple(map(str, names))
-    return ()
+    named = (getattr(features.get(name), "names", None) for name in TARGETS) if isinstance(features, Mapping) else ()
+    return tuple(map(str, next(filter(None, named), ())))
 
 
 def stored_targets(part: Any) -> Tensor | None:

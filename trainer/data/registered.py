@@ -16,6 +16,7 @@ from trainer import tasks
 from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
 from trainer.data.folders.targets import Targets, target_of
 from trainer.data.items import as_input, names_of, pair, tensors_of
+from trainer.data.own_classes import matched
 from trainer.data.photos.decoding import from_item, orientation_of, with_channels
 from trainer.data.photos.photo_reader import cut
 from trainer.data.photos.pixel_range import wanted_of
@@ -24,6 +25,7 @@ from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.known_names import DATASETS, Registry
+from trainer.saving.files import class_name
 from trainer.tasks import Task
 
 ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size
@@ -68,7 +70,7 @@ def open_registered(recipe: Recipe) -> Datasets:
     if all(pair is not None for pair in tensors):
         pairs = [pair for pair in tensors if pair is not None]
         _check_pairs(data, pairs)
-        return _from_tensors(data, pairs, _names(names, pairs[0], recipe))
+        return _from_tensors(data, *_classes(parts, pairs, names, recipe))
     if any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts):
         raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
     for part, role in zip(parts, ROLES, strict=True):
@@ -81,16 +83,19 @@ def open_registered(recipe: Recipe) -> Datasets:
             )
         if not len(part):
             raise RecipeError(f"data.name={data.name}: its {role} must have a length above 0, found no items")
-    return _from_items(recipe, parts, _names(names, parts[0], recipe))
+    return _from_items(recipe, *_classes(parts, parts, names, recipe))
 
 
-def _names(names: Any, train: Any, recipe: Recipe) -> tuple[str, ...]:
-    """The names that a user gives, or as many numbers, or those of the training set."""
-    if names is None:
-        return names_of(train, tasks.kind(recipe), f"data.name={recipe.data.name}, {ROLES[0]}")
+def _classes(sets: Sequence[Any], parts: Sequence[Any], names: Any, recipe: Recipe) -> tuple[Any, tuple[str, ...]]:
+    """The parts with the training set's class numbers, and the names that a user gives, or as many numbers, or those of
+    the training set; `sets` are the user's own."""
+    kind, where = tasks.kind(recipe), f"data.name={recipe.data.name}"
+    given = () if names is None or isinstance(names, int) else tuple(class_name(str(name)) for name in names)
+    known, tables = (given, [None] * 2) if kind.reads == "values" else matched(sets, given, kind.reads, where)
     if isinstance(names, int):
-        return tuple(map(str, range(names)))
-    return tuple(map(str, names))
+        known = tuple(map(str, range(names)))
+    known = known or names_of(sets[0], kind, f"{where}, {ROLES[0]}")
+    return [part if table is None else table.of(part) for part, table in zip(parts, tables, strict=True)], known
 
 
 def _check_pairs(data: DataRecipe, parts: Sequence[Sequence[Tensor]]) -> None:

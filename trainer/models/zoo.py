@@ -20,6 +20,7 @@ from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.known_names import TIMM, Registry
+from trainer.saving.files import class_name
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
@@ -201,7 +202,7 @@ def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         names = json.loads(metadata["classes"])
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return names
+            return [class_name(name) for name in names]
     return []
 
 

@@ -28,6 +28,7 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State
+from trainer.saving.files import class_name
 from trainer.saving.run_folder import free_beside
 from trainer.training.run import Run
 
@@ -202,7 +203,10 @@ def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes:
 def _check_classes(data: Datasets, state: State) -> None:
     """An output is a class by its place: raises SetupError where a checkpoint has others, or in another order."""
     was, now = state.facts.get("classes"), list(data.classes)
-    if not isinstance(was, list) or was == now:  # older checkpoints do not tell
+    if not isinstance(was, list):  # older checkpoints do not tell
+        return
+    was = [class_name(str(name)) for name in was]
+    if was == now:
         return
     gone, new = [name for name in was if name not in now], [name for name in now if name not in was]
     if gone or new:

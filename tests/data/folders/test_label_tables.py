@@ -1,5 +1,7 @@
 """Labels from a CSV: the ways people write one, what is wrong with others, and a run from the command line."""
 
+import re
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -77,8 +79,8 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
     cells = [f"{part},{n % 2}" for n, part in enumerate(["train", "TRAIN", "Validation", "test", "val", "train"])]
     other.write_text(table("path,Split,kind", cells, NAMES[:6]))
     found = open_datasets(load(None, "data.name=imagefolder", f"data.root={photos}", f"data.labels={other}"))
-    assert (len(found.train), len(found.val)) == (3, 3) and found.classes == ("0", "1")
-    assert str(other) in found.split
+    assert (len(found.train), len(found.val)) == (3, 2) and found.classes == ("0", "1")
+    assert str(other) in found.split and re.search(r"\b1 rows? of .*\btest\b", found.notes["beside"])
 
 
 @pytest.mark.parametrize(

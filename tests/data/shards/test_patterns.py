@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from trainer.data.shards.patterns import braced, part_of, part_of_folder, shards_of
+from trainer.data.shards.patterns import braced, part_of, shards_of
 from trainer.errors import SetupError
 
 
@@ -94,9 +94,3 @@ def test_a_folder_of_two_kinds_says_what_to_type(folder, monkeypatch):
 )
 def test_parts_by_name(path, part):
     assert part_of(path) == part
-
-
-def test_parts_by_folder():
-    assert [part_of_folder(path) for path in ("a/train/cat", "VAL", "testing/x", "test-tubes/cat", "")] == [
-        *("train", "val", "test", None, None)
-    ]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, tarred, with_classes
+from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
 from trainer.data.shards import tars
 from trainer.data.shards.indexes import ShardFile
 from trainer.errors import SetupError
@@ -46,18 +46,12 @@ def test_a_class_beside_each_image(tmp_path):
     ("suffix", "content", "wanted"),
     [
         ("cls", b"tabby cat\n", "tabby cat"),
-        ("cls", b"", None),
-        ("cls", b"two\nlines", None),
-        ("cls", b"\xff\xfe", None),
-        ("cls", b"9" * 5000, None),
         ("json", json.dumps({"label": 4, "url": "x"}).encode(), "4"),
         ("json", json.dumps({"cls": "cat"}).encode(), "cat"),
         ("json", json.dumps({"caption": "cat"}).encode(), None),
-        ("json", json.dumps({"label": True}).encode(), None),
-        ("json", json.dumps({"label": [1]}).encode(), None),
         ("json", b"[1]", None),
-        ("json", b"[" * 100_000, None),
-        ("json", b"no json", None),
+        ("txt", b"a cat on a mat", None),
+        ("meta.json", b'{"url": "x"}', None),
     ],
 )
 def test_what_tells_a_class(tmp_path, suffix, content, wanted):
@@ -65,8 +59,47 @@ def test_what_tells_a_class(tmp_path, suffix, content, wanted):
     assert samples(index) == [("a/1.jpg", wanted)]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        ("cls", b""),
+        ("cls", b"two\nlines"),
+        ("cls", b"\xff\xfe"),
+        ("cls", b"9" * 5000),
+        ("left.cls", b"cat"),
+        ("class", b"cat"),
+        ("label", b"3"),
+        ("meta.json", b'{"label": 3}'),
+        ("json", json.dumps({"label": True}).encode()),
+        ("json", json.dumps({"label": None}).encode()),
+        ("json", json.dumps({"label": 3.0}).encode()),
+        ("json", json.dumps({"label": [1]}).encode()),
+        ("json", json.dumps({"label": 1, "caption": "x" * 2**20}).encode()),
+        ("json", b"3"),
+        ("json", b"[" * 100_000),
+        ("json", b"no json"),
+    ],
+)
+def test_a_label_that_is_not_understood_is_named_and_no_folder_stands_for_it(tmp_path, suffix, content):
+    shard, index = looked(tmp_path, [("a/1.jpg", jpeg()), (f"a/1.{suffix}", content), ("b/2.jpg", jpeg())])
+    assert samples(index) == [("b/2.jpg", None)]
+    [(count, first)] = index.contents.wrong.values()
+    assert (count, first) == (1, f"a/1.{suffix}")
+    with pytest.raises(SetupError, match=rf"a/1\.{suffix}\b.*data\.on_error=skip"):
+        opened(str(shard))
+
+
+def test_names_with_dots_have_no_class_beside_them(tmp_path):
+    """WebDataset takes holiday for the name of them all."""
+    pairs = [(f"{name}/holiday.{n}", name) for name in ("cat", "dog") for n in range(5)]
+    members = [one for at, name in pairs for one in ((f"{at}.jpg", jpeg()), (f"{at}.cls", name.encode()))]
+    with pytest.raises(SetupError, match=r"\b2 samples .*cat/holiday\.0\.cls\b"):
+        opened(tarred(tmp_path / "a.tar", members))
+
+
 def test_of_a_class_in_two_files_the_plain_one_counts(tmp_path):
-    _, index = looked(tmp_path, [("1.json", b'{"label": 4}'), ("1.jpg", jpeg()), ("1.cls", b"5")])
+    members = [("1.json", b'{"label": 4}'), ("1.jpg", jpeg()), ("1.cls", b"5"), ("1.coarse.cls", b"7")]
+    _, index = looked(tmp_path, members)
     assert samples(index) == [("1.jpg", "5")]
 
 

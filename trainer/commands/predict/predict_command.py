@@ -94,6 +94,8 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
         return
     if inputs.ignored and rank.is_main:
         say(f"ignored: {inputs.ignored}")
+    if inputs.unlabelled and rank.is_main:
+        say(f"labels: {inputs.unlabelled}")
     if inputs.doubt:
         say(f"pixels: {inputs.doubt}")
     written = PartFile(folder, rank.rank, recipe.predict.format, trained.classes, settings, trained.seen)

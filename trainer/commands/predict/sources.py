@@ -16,15 +16,18 @@ import torch
 from PIL import Image
 
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
+from trainer.data.class_names import shared_depth
+from trainer.data.folders.layout import part_named
 from trainer.data.folders.photo_folders import LOOKED_AT
-from trainer.data.folders.scanning import NEEDS, LeftOut, images_below, is_image
+from trainer.data.folders.scanning import NEEDS, LeftOut, few, images_below, is_image
 from trainer.data.photos.decoding import formats, without_warnings
 from trainer.data.photos.pixel_range import PixelValues, Range
 from trainer.data.sampling import contiguous_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
 from trainer.saving import files
-from trainer.saving.files import portable
+from trainer.saving.files import class_name
+from trainer.telemetry.readable import counted
 
 FIRST = 20  # lines of a list, of which one at least is there
 LONGEST = 100_000  # characters of a path in a list; the system takes 4,096
@@ -49,6 +52,7 @@ class Inputs:
     total: int | None = None  # of all ranks
     ignored: str = ""  # other files among them, in words
     doubt: str = ""  # a warning about the range of their pixels
+    unlabelled: str = ""  # which of them have no label, where others have one, or could have
 
 
 def image_files(
@@ -61,10 +65,11 @@ def image_files(
     """The images that are named: by a folder (recursively, in alphabetical order), an image, a list of paths, or stdin
     where it is -; or by several of these.
 
-    An image in a folder named like a class has that label. Of several ranks each takes a contiguous part. Raises
+    Their folders may be their labels, see `labels_of`. Of several ranks each takes a contiguous part. Raises
     SetupError, RecipeError.
     """
     roots = [roots] if isinstance(roots, str) else roots
+    places = {class_name(name): place for place, name in enumerate(classes)}
     if "-" in roots:
         if size > 1:
             raise RecipeError("- reads standard input, which several ranks cannot share: give a file with the paths")
@@ -72,15 +77,63 @@ def image_files(
             raise RecipeError("- reads all paths from standard input: leave out the others, or write them there")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        return Inputs("paths from stdin", None, _labelled(_lines(sys.stdin), classes))
+        lines = _lines(sys.stdin)
+        stream = (Item(path, path, labels_of([path], None, places)[0].get(path)) for path in lines)
+        return Inputs("paths from stdin", None, stream)
     listed = {root: _paths_of(root, size) for root in roots}
     paths = [path for root in roots for path in listed[root][0]]
     ignored = {root: left for root, (_, left) in listed.items() if left}
     start, stop = contiguous_span(len(paths), rank, size)
-    items = _labelled(paths[start:stop], classes)
+    folders = [root for root in roots if os.path.isdir(os.path.expanduser(root))]
+    single = [path for root in roots if root not in folders for path in listed[root][0]]
+    found = {root: labels_of(listed[root][0], os.path.expanduser(root), places) for root in folders}
+    found |= {"files": labels_of(single, None, places)}
+    labels = {path: label for each, _ in found.values() for path, label in each.items()}
+    unlabelled = {root: why for root, (_, why) in found.items() if why}
+    items = (Item(path, path, labels.get(path)) for path in paths[start:stop])
     doubt = "" if rank else doubt_of(paths, pixel_range)
     name = roots[0] if len(roots) == 1 else f"{roots[0]} and {len(roots) - 1} more"
-    return Inputs(name, stop - start, items, total=len(paths), ignored=_joined(ignored), doubt=doubt)
+    return Inputs(name, stop - start, items, None, len(paths), _joined(ignored), doubt, _joined(unlabelled))
+
+
+def labels_of(paths: Sequence[str], root: str | None, places: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """The classes of images by their folders, and in words which have none though others have one, or could have.
+
+    They are the folders below `root` (None: below all that the paths share) at the first depth where one is named like
+    a class, of which `places` are given; else `root` itself. Folders of parts, such as train, may lie above them.
+    """
+    folders = {folder: _names(folder) for folder in {os.path.dirname(path) for path in paths} if places}
+    if not folders:
+        return {}, ""
+    start = shared_depth([*folders.values()]) if root is None else len(_names(root))
+    depths = {folder: _depth(names, start, places) for folder, names in folders.items()}
+    depth = min((depth for depth in depths.values() if depth is not None), default=start - 1)
+    above = next(iter(folders.values()))[:start]
+    known = [name for name in above if name in places]
+    if known and known[-1] == above[-1]:
+        if depth < start and len(known) == 1:
+            return dict.fromkeys(paths, places[above[-1]]), ""
+        known += [names[depth] for folder, names in folders.items() if depths[folder] == depth][:1]
+        why = f"{' and '.join(known[-2:])}, one inside the other, are both named like classes"
+        return {}, f"none are taken from folders, for {why}: give the folder that holds those of all classes"
+    labels = {path: places[folders[at][depth]] for path in paths if depths[at := os.path.dirname(path)] == depth}
+    others = sorted({names[depth] for at, names in folders.items() if depths[at] != depth and len(names) > depth})
+    if not labels or len(labels) == len(paths):
+        return labels, ""
+    why = f"no class is called {few(others)}" if others else "they lie beside the folders of classes"
+    return labels, f"{counted(len(paths) - len(labels), 'image')} without a label: {why}"
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    """The folders on the way to one."""
+    return tuple(map(class_name, Path(os.path.abspath(folder)).parts))
+
+
+def _depth(names: Sequence[str], start: int, places: Mapping[str, int]) -> int | None:
+    """Which of the names is the first from `start` on that a class has, and no part above a class."""
+    known = [depth for depth in range(start, len(names)) if names[depth] in places]
+    part = len(known) > 1 and known[1] == known[0] + 1 and part_named(names[known[0]])
+    return known[bool(part)] if known else None
 
 
 def _joined(texts: Mapping[str, str]) -> str:
@@ -201,8 +254,3 @@ def _lines(file: Any) -> Iterator[str]:
             raise SetupError(f"line {number} of the list of images is not a path: give a file with a path a line")
         if path := line.rstrip("\r\n"):
             yield path
-
-
-def _labelled(paths: Any, classes: Sequence[str]) -> Iterator[Item]:
-    known = {name: index for index, name in enumerate(classes)}
-    return (Item(path, path, known.get(portable(os.path.basename(os.path.dirname(path))))) for path in paths)

@@ -96,7 +96,7 @@ def _command(space: SearchSpace, output: str | None) -> str:
 def metric_of(space: SearchSpace) -> Metric:
     """The metric of the recipe's task, and of which images."""
     kind, data = tasks.kind(space.base), space.base.data
-    images = "held-out images (validation: no test set is looked at)"
+    images = "held-out images"
     if data.name in PUBLISHED:
         images = f"torchvision's test images, for {data.name} has no validation images apart from them"
     return Metric(kind.metric, kind.larger_is_better, images)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import tasks
-from trainer.data.folders.layout import HELD_OUT, TRAIN, Before
+from trainer.data.class_names import class_names
+from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
 from trainer.data.folders.scanning import few
 from trainer.data.folders.table_names import (
@@ -62,10 +62,12 @@ class Table:
     Attributes:
         columns: the names of the others.
         train, val: its rows; where it is not `divided`, all of them train and none is held out.
+        others: rows of a test part that is not held out.
         notes: how it was read, where it is not as the guide describes it.
     """
 
-    def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe) -> None:
+    def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe, test: bool) -> None:
+        """`test`: hold out that part."""
         self.path = path
         header, lines, separator = read_lines(path)
         self._decimals = separator != ","  # a comma may then stand before decimals: 1,72
@@ -89,8 +91,6 @@ class Table:
                 "with the names of classes or values"
             )
         self.columns = tuple(header[n] for n in labels)
-        self.train: list[Row] = []
-        self.val: list[Row] = []
         lost = [line for line in lines if not is_there(root, named.path(line.cells[named.column]))]
         if lost:
             raise missing(path, root, lines, lost, named)
@@ -101,8 +101,8 @@ class Table:
         if others := unlisted(root, {row.file for _, row in rows}):
             notes.append(others)
         self.notes = {"labels": "; ".join(notes)} if notes else {}
-        self.divided = split is not None or any(part in (*TRAIN, *HELD_OUT) for part, _ in rows)
-        self._divide(rows)
+        self.divided = split is not None or any(part for part, _ in rows)
+        self._divide(rows, test)
 
     def _columns(self, header: Sequence[str], key: str, names: str | Sequence[str] | None) -> list[int]:
         """The places of the columns that a key of the recipe names."""
@@ -116,36 +116,40 @@ class Table:
 
     def _rows(
         self, lines: Sequence[Line], named: Naming, split: int | None, labels: Sequence[int], reads: Reads
-    ) -> list[tuple[str, Row]]:
+    ) -> list[tuple[str | None, Row]]:
         """Its rows, each with the part that it is in; only training images may have several rows."""
-        known: dict[str, tuple[str, Row]] = {}
-        rows: list[tuple[str, Row]] = []
+        known: dict[str, tuple[str | None, Row]] = {}
+        rows: list[tuple[str | None, Row]] = []
         for number, cells in lines:
             image = named.path(cells[named.column])
-            part = (cells[split] if split is not None else image.partition("/")[0]).lower()
+            part = part_named(cells[split] if split is not None else image.partition("/")[0])
             row = Row(number, image, tuple(cells[n] for n in labels))
             before, first = known.setdefault(image, (part, row))
             if (before, first.cells) != (part, row.cells):
-                other = few(first.cells) if first.cells != row.cells else before
+                other = few(first.cells) if first.cells != row.cells else before or "no part"
                 advice = "write its classes in one line, as cat;dog" if reads == "classes" else "keep one of them"
                 raise SetupError(
                     f"{self.path}, line {number}: {image} is there already (line {first.number}), as {other}: {advice}"
                 )
-            if first is row or part in TRAIN:  # where a table does not divide them, copies might get into both parts
+            if first is row or part == "train":  # where a table does not divide them, copies might get into both parts
                 rows.append((part, row))
         return rows
 
-    def _divide(self, rows: Sequence[tuple[str, Row]]) -> None:
+    def _divide(self, rows: Sequence[tuple[str | None, Row]], test: bool) -> None:
+        parts: dict[str, list[Row]] = {}
         for part, row in rows:
-            if part in TRAIN or not self.divided:
-                self.train.append(row)
-            elif part in HELD_OUT:
-                self.val.append(row)
-            else:
+            if part is None and self.divided:
                 raise SetupError(
                     f"{self.path}, line {row.number}: nothing says whether {row.file} is for training: put it below "
                     "train/ or val/, or add a column `split` with train or val"
                 )
+            parts.setdefault(part or "train", []).append(row)
+        held_out, told = held_out_of(parts, test, self.path)
+        self.train, self.val = parts.pop("train", []), parts.pop(held_out or "", [])
+        self.others = parts.pop("test", [])
+        self.notes |= told
+        if self.others:
+            self.notes["beside"] = f"not looked at in {self.path}: {len(self.others):,} rows of {SPLIT} test"
         for part_rows, name in ((self.train, "train"), (self.val, "val")):
             if not part_rows and self.divided:
                 raise SetupError(f"{self.path} has no row of {SPLIT} {name}; both sets need images")
@@ -154,23 +158,26 @@ class Table:
         """The names of classes or values, and the targets of the training and the held-out rows."""
         parts = (self.train, self.val)
         if reads == "class" and len(self.columns) == 1:
-            names = sorted({row.cells[0] for row in self.train})
+            named = class_names((row.cells[0] for row in self.train), (row.cells[0] for row in self.val))
+            names, self.notes = named.names, self.notes | named.notes
             self._check_classes(names)
             if SEPARATOR in "".join(names) and _shared(names, SEPARATOR):
                 several = next(name for name in names if SEPARATOR in name)
                 raise SetupError(f"{self.path}: '{several}' looks like several classes: add task.name=multilabel")
             return tuple(names), [
-                np.array([self._place(row, row.cells[0], names) for row in rows], np.int64) for rows in parts
+                np.array([self._place(row, row.cells[0], named.places) for row in rows], np.int64) for rows in parts
             ]
         cells = [row.cells[0] for row in (*self.train, *self.val)]
         if reads == "classes" and len(self.columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
             self._check_separator(cells)
-            names = sorted({name for cell in cells for name in _several(cell)})
+            cells += [row.cells[0] for row in self.others]  # the same classes, whichever part is held out
+            named = class_names(name for cell in cells for name in _several(cell))
+            names, self.notes = named.names, self.notes | named.notes
             matrices = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
             for rows, targets in zip(parts, matrices, strict=True):
                 for n, row in enumerate(rows):
                     for name in _several(row.cells[0]):
-                        targets[n, self._place(row, name, names)] = 1
+                        targets[n, named.places[name]] = 1
             return tuple(names), matrices
         if reads in ("classes", "values") and self.columns:
             for n, column in enumerate(self.columns if self._decimals else ()):
@@ -205,13 +212,12 @@ class Table:
                 f"where they are classes, write them as words, such as class-{names[-1]}"
             )
 
-    def _place(self, row: Row, name: str, names: list[str]) -> int:
+    def _place(self, row: Row, name: str, places: Mapping[str, int]) -> int:
         if not name:
             raise SetupError(f"{self.path}, line {row.number}: {row.file} has no class")
-        place = bisect_left(names, name)
-        if names[place : place + 1] != [name]:
+        if name not in places:
             raise SetupError(f"{self.path}, line {row.number}: no training image has the class '{name}'")
-        return place
+        return places[name]
 
     def _matrix(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([self._numbers(row) for row in rows], np.float32).reshape(len(rows), len(self.columns))
@@ -237,7 +243,7 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     wanted = Path(str(recipe.data.labels)).expanduser()
     path = wanted if wanted.is_absolute() or not (root / wanted).is_file() else root / wanted
     reads = tasks.kind(recipe).reads
-    table = Table(path, root, reads, recipe.data)
+    table = Table(path, root, reads, recipe.data, before.test)
     names, targets = table.read(reads)
     train, val = (
         PhotoFolder(root, [row.file for row in rows], labels)

@@ -7,7 +7,8 @@ import csv
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.data.class_names import class_names
 from trainer.data.folders.scanning import LeftOut, class_images, few, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
@@ -22,9 +24,9 @@ from trainer.processes.rank import is_restart
 from trainer.saving.files import csv_text, opened, portable
 from trainer.saving.run_folder import RunFolder
 
-TRAIN = ("train", "training")  # names of folders, in upper or lower case; the first that exists is used
-TEST = ("test", "testing")
-HELD_OUT = ("val", "valid", "validation", *TEST)
+# Names of folders, in upper or lower case; the first that exists is used.
+PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+TRAIN, TEST, HELD_OUT = PARTS["train"], PARTS["test"], PARTS["val"] + PARTS["test"]
 SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
 HEADER = ("file", "label", "split")
 
@@ -36,11 +38,34 @@ class ClassFolders(NamedTuple):
     held_out: Path | None  # None where a part of the training images is to be held out
     beside: tuple[str, ...] = ()  # folders that belong to neither
 
+    def notes(self, test: bool) -> dict[str, str]:
+        """For a run's banner. Raises SetupError where `test` is asked for and not there."""
+        parts = {"train", part_named(self.held_out.name)} if self.held_out else set()
+        return held_out_of(parts, test, self.train)[1]
 
-def layout_of(root: Path, left: LeftOut) -> ClassFolders:
-    """Where `root` has its training and its held-out images. Raises SetupError."""
+
+def part_named(name: str) -> str | None:
+    """The part that a folder, or a cell of a table, is called: train, val or test."""
+    return next((part for part, names in PARTS.items() if name.lower() in names), None)
+
+
+def held_out_of(parts: Collection[str | None], test: bool, where: object) -> tuple[str | None, dict[str, str]]:
+    """Which of the parts there is held out: val, or else test; where `test` is asked for, that. Raises SetupError.
+
+    With a note for a run's banner.
+    """
+    if test and not {"train", "test"} <= {*parts}:
+        raise SetupError(f"split=test: {where} has no test part with classes beside a training part: leave split= out")
+    part = "test" if test else next((part for part in ("val", "test") if part in parts), None)
+    alone = part == "test" and not test
+    return part, {"test": "held out for want of val: it chooses the best epoch, and is no test of it"} if alone else {}
+
+
+def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
+    """Where `root` has its training and its held-out images; the latter are those of `test` where it is asked for.
+    Raises SetupError."""
     folders, images = listed(root, LeftOut())
-    train, held_out = (_named(root, folders, names) for names in (TRAIN, HELD_OUT))
+    train, held_out = (_named(root, folders, names) for names in (TRAIN, TEST if test else HELD_OUT))
     if train is not None and held_out is not None and _has_no_labels(root / held_out):
         held_out = None
     others = tuple(name for name in folders if name not in (train, held_out))
@@ -62,17 +87,18 @@ def layout_of(root: Path, left: LeftOut) -> ClassFolders:
         raise SetupError(_flat(root, images))
     if len(folders) == 1:
         _check_one(root, folders[0])
-    if root.absolute().name.lower() in TRAIN and (beside := _beside(root.absolute().parent)) is not None:
+    if root.absolute().name.lower() in TRAIN and (beside := _beside(root.absolute().parent, test)) is not None:
         return ClassFolders(root, beside)
     return ClassFolders(root, None)
 
 
-def _beside(parent: Path) -> Path | None:
+def _beside(parent: Path, test: bool) -> Path | None:
     """The held-out part of a folder; None also where the folder cannot be listed."""
     folders: list[str] = []
+    wanted = TEST if test else HELD_OUT
     with suppress(OSError):
-        folders = [name for name in os.listdir(parent) if name.lower() in HELD_OUT and (parent / name).is_dir()]
-    name = _named(parent, folders, HELD_OUT)
+        folders = [name for name in os.listdir(parent) if name.lower() in wanted and (parent / name).is_dir()]
+    name = _named(parent, folders, wanted)
     return parent / name if name is not None and not _has_no_labels(parent / name) else None
 
 
@@ -98,12 +124,16 @@ def _named(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | No
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
-    """Class folders with their images, as paths below `folder`, all in alphabetical order. Raises SetupError."""
-    classes, images = listed(folder, left)
-    if not classes:
+    """Classes with their images, as paths below `folder`, all in alphabetical order. Raises SetupError."""
+    folders, images = listed(folder, left)
+    if not folders:
         raise SetupError(_flat(folder, images))
     left.loose += len(images)
-    return dict(zip(classes, class_images(folder, classes, left), strict=True))
+    named, classes = class_names(folders), defaultdict[int, list[str]](list)
+    for name, paths in zip(folders, class_images(folder, folders, left), strict=True):
+        classes[named.places[name]] += paths
+    left.classes += folders
+    return {name: sorted(classes[place]) for place, name in enumerate(named.names)}
 
 
 def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
@@ -166,6 +196,7 @@ class Before(NamedTuple):
     # the names of the images that were held out; None: those that the recipe's seed draws
     held_out: frozenset[str] | None = None
     elsewhere: bool = False  # whether these may be other images, of which then all are held out
+    test: bool = False  # whether the test part is to be held out
 
 
 NOTHING_BEFORE = Before()
@@ -188,9 +219,9 @@ def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Arr
 
 
 def hold_out(
-    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
+    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str, keys: Sequence[str]
 ) -> tuple[Array, str]:
-    """Which of the images are held out, (images,) bool, and that in words. Raises SetupError."""
+    """Which of the images are held out, (images,) bool, drawn by their keys, and that in words. Raises SetupError."""
     if before.held_out is not None:
         known = np.array([portable(name) in before.held_out for name in names], bool)
         if known.any() and not known.all():
@@ -202,7 +233,7 @@ def hold_out(
             )
     if before.elsewhere:
         return np.ones(len(names), bool), f"all of {where}"
-    chosen = draw(names, labels, fraction, seed)
+    chosen = draw(keys, labels, fraction, seed)
     if not chosen.any():
         raise SetupError(f"{where}: every class has one image, so none can be held out: give each two or more")
     return chosen, f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"

@@ -26,7 +26,6 @@ from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.known_names import torchvision_classifiers
-from trainer.saving import files
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IN_MEMORY_BYTES = 2**30
@@ -60,7 +59,8 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
             "a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with <class>/*.jpg alone"
         )
     root, left = Path(recipe.data.root).expanduser(), LeftOut()
-    layout = layout_of(root, left)
+    layout = layout_of(root, left, before.test)
+    told = layout.notes(before.test)
     classes = classes_of(layout.train, left)
     check_several(layout, classes)
     whole = _folder(layout.train, classes)
@@ -68,18 +68,18 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
         train, val, split = divided(whole, recipe, before)
     else:
         others = classes_of(layout.held_out, left)
-        for name in sorted(set(classes) ^ set(others)):
+        for name in sorted(set(others) - set(classes) if before.test else set(classes) ^ set(others)):
             parts = (layout.train.name, layout.held_out.name)
             here, there = parts if name in classes else parts[::-1]
             raise SetupError(
                 f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
             )
-        train, val, split = whole, _folder(layout.held_out, others), str(layout.held_out)
-    notes = left.notes()
+        held_out = _folder(layout.held_out, {name: others.get(name, []) for name in classes})
+        train, val, split = whole, held_out, str(layout.held_out)
+    notes = left.notes() | told
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
-    names = [files.portable(name) for name in classes]
-    return photos(recipe, train, val, names, split, notes, drawn=layout.held_out is None)
+    return photos(recipe, train, val, [*classes], split, notes, drawn=layout.held_out is None)
 
 
 def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
@@ -87,11 +87,14 @@ def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
     return PhotoFolder(root, itertools.chain.from_iterable(classes.values()), labels)
 
 
-def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
-    """The training and the held-out images of a set without a split, and the split in words. Raises SetupError."""
+def divided(
+    whole: Photos, recipe: Recipe, before: Before, keys: Sequence[str] | None = None
+) -> tuple[Photos, Photos, str]:
+    """The training and the held-out images of a set without a split, drawn by `keys` in place of their names, and the
+    split in words. Raises SetupError."""
     names = [whole.name(index) for index in range(len(whole))]
     labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
-    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
+    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root, keys or names)
     if chosen.all():
         return whole, whole, split
     return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), split

@@ -12,6 +12,7 @@ from shlex import quote
 
 from PIL import Image
 
+from trainer.data.class_names import class_names
 from trainer.data.photos.decoding import formats
 from trainer.errors import SetupError
 
@@ -38,6 +39,7 @@ class LeftOut:
         broken: links to images that do not exist.
         loose: images beside the folders of classes.
         links: in shards.
+        classes: folders that are read, as they are called.
     """
 
     def __init__(self, empty: bool = True) -> None:
@@ -46,6 +48,7 @@ class LeftOut:
         self.asked = 0 if empty else ASKED  # files of which the size was looked up
         self.junk: list[str] = []
         self.empty = self.broken = self.loose = self.links = 0
+        self.classes: list[str] = []
         self._kinds: Counter[str] = Counter()  # photos that cannot be read here, by suffix
         self._others: Counter[str] = Counter()
 
@@ -86,7 +89,8 @@ class LeftOut:
 
     def notes(self) -> dict[str, str]:
         """For a run's banner."""
-        return {"ignored": self.in_words()} if self.in_words() else {}
+        notes = class_names(self.classes).notes
+        return {"ignored": self.in_words(), **notes} if self.in_words() else notes
 
 
 def _files(count: int, kind: str) -> str:

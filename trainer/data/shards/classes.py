@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.data.class_names import class_names, merged, shared_depth
+from trainer.data.folders.layout import part_named
 from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import sparse
 from trainer.data.sampling import Array
 from trainer.data.shards.indexes import ShardIndex
-from trainer.data.shards.patterns import part_of_folder
 from trainer.errors import SetupError
 from trainer.saving import files
 
@@ -29,33 +29,66 @@ class Classes(NamedTuple):
 
     names: list[str]  # of all classes
     labels: Array  # (samples,) int64, places in `names`; -1 for a sample without a class
+    notes: dict[str, str]  # for a run's banner
+    depths: tuple[int, int] | None = None  # of the folders that are classes, in the training and the held-out part
 
 
-def classes_of(root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array) -> Classes:
+def classes_of(
+    root: Path, indexes: Sequence[ShardIndex], train: Array, held_out: Array, depth: int | None = None
+) -> Classes:
     """The classes of all samples of the shards, one shard behind the other; those in no part do not count.
 
-    A list of names may lie in `root`. Raises SetupError.
+    A list of names may lie in `root`. Where folders are classes these are the outermost ones: those below `depth`
+    folders, else below all that the images of a part share. Raises SetupError.
     """
+    depths, parts = None, (train, held_out)
     texts, codes = _merged([index.contents.texts for index in indexes], [index.labels for index in indexes])
+    by_part = [texts, texts]
+    used = np.unique(codes[train | held_out])
     if not (codes >= 0).any():
-        below, codes = _merged([index.contents.below for index in indexes], [index.folders for index in indexes])
-        texts = [*map(posixpath.basename, below)]
-        if all(part_of_folder(text) for text in texts if text):
-            texts = ["" for _ in texts]  # they are parts such as train, not classes
-        numbers = False
-    else:
-        used = np.unique(codes[train | held_out])
-        numbers = all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist())
-    if numbers:
-        values = [_number(root, text) for text in texts]
-        labels = _of(values, codes)
-        return Classes(_names(root, indexes, labels[train | held_out]), labels)
-    names = sorted({texts[code] for code in np.unique(codes[train]).tolist() if code >= 0} - {""})
-    place = {name: number for number, name in enumerate(names)}
-    odd = sorted({texts[code] for code in np.unique(codes[held_out]).tolist() if code >= 0} - {*names, ""})
-    if odd and names:
+        paths, codes = folders_of(indexes)
+        trained, tested = ([paths[code] for code in np.unique(codes[part])] for part in parts)
+        # Of a single folder that is the class.
+        first, other = (max(0, shared_depth(some) - (len(some) == 1)) for some in (trained, tested))
+        first = first if depth is None else depth
+        same = depth is not None or len({path[:first] for path in (*trained, *tested)}) == 1
+        depths = first, first if same else other
+        by_part = [[path[at] if len(path) > at else "" for path in paths] for at in depths]
+        if all(part_named(by_part[0][code]) for code in np.unique(codes[train])):
+            by_part = [["" for _ in paths]] * 2  # they are parts such as train, not classes
+    elif all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist()):
+        labels = _of([_number(root, text) for text in texts], codes)
+        named = merged(_names(root, indexes, labels[train | held_out]))
+        if named.notes:
+            labels = _of([*named.places.values()], labels)
+        return Classes(named.names, labels, named.notes)
+    here, there = (
+        {some[code] for code in np.unique(codes[part]).tolist() if code >= 0} - {""}
+        for some, part in zip(by_part, parts, strict=True)
+    )
+    named = class_names(here, there)
+    odd = sorted(there - {*named.places})
+    if odd and here:
         raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
-    return Classes([files.portable(name) for name in names], _of([place.get(text, -1) for text in texts], codes))
+    labels = np.full(len(codes), -1, np.int64)
+    for some, part in zip(by_part, parts, strict=True):
+        labels[part] = _of([named.places.get(text, -1) for text in some], codes)[part]
+    return Classes(named.names, labels, named.notes, depths)
+
+
+def folders_of(indexes: Sequence[ShardIndex]) -> tuple[list[tuple[str, ...]], Array]:
+    """The folders within all shards that hold images, and which one each sample is in."""
+    below, codes = _merged([index.contents.below for index in indexes], [index.folders for index in indexes])
+    return [tuple(filter(None, path.split("/"))) for path in below], codes
+
+
+def parts_inside(indexes: Sequence[ShardIndex], texts: bool) -> tuple[Array, int]:
+    """The part of each sample, by the folders below all that the images share, and how deep the folders within the
+    parts are. Without `texts` the outermost of those is its class."""
+    paths, codes = folders_of(indexes)
+    depth = shared_depth([paths[code] for code in np.unique(codes)])
+    parts = [part_named(path[depth]) if len(path) > depth + (not texts) else None for path in paths]
+    return np.array([*parts, None], object)[codes], depth + 1
 
 
 def _number(root: Path, text: str) -> int:

@@ -30,7 +30,7 @@ from trainer.saving import locks
 
 Bytes = npt.NDArray[np.uint8]
 OPEN = 64  # shards that a process holds open
-VERSION = 1  # counts up when the contents change
+VERSION = 2  # counts up when the contents change
 FOLDER = "shards"
 ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32", "folders": "int32"}
 

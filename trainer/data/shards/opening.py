@@ -14,22 +14,21 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from trainer.data.encoded import EncodedPhotos, in_shard
-from trainer.data.folders.layout import Before
+from trainer.data.folders.layout import Before, held_out_of
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.shards import parquet, tars
-from trainer.data.shards.classes import Classes, classes_of
+from trainer.data.shards.classes import Classes, classes_of, parts_inside
 from trainer.data.shards.indexes import ShardFile, ShardIndex
-from trainer.data.shards.patterns import EXAMPLE, part_of, part_of_folder, shards_of
+from trainer.data.shards.patterns import EXAMPLE, part_of, shards_of
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
 
 THREADS = 16  # that make indexes: they wait for the disk
 PROGRESS = 5.0  # seconds between two lines of progress
-HELD_OUT = ("val", "test")  # the first that exists is held out
 KINDS = {".tar": tars, ".parquet": parquet}
 
 
@@ -57,6 +56,19 @@ class ShardPhotos(EncodedPhotos):
         super().__init__(root, names, labels)
         self._begins, self._shards, self._places = tuple(begins), shards, places
 
+    def ordered(self, rows: Array, depth: int | None) -> tuple[Array, list[str] | None]:
+        """Rows in the order of folders, and the images' paths below `depth` folders of their shards, as folders have
+        them; None: no folders are classes."""
+        if depth is None:
+            return rows, None
+        paths = (os.fsdecode(begin.partition(b"\0")[0]) for begin in self._begins)
+        depths = [depth + os.path.relpath(path, self.root).count("/") + 1 for path in paths]
+        below = [self.name(row).split("/", depths[self._shards[row]])[-1] for row in rows.tolist()]
+        order = sorted(range(len(rows)), key=lambda n: (self.labels[rows[n]], below[n]))
+        if len({*below}) == len(below):  # of others it is that of their shards
+            rows, below = rows[order], [below[n] for n in order]
+        return rows, below
+
     def address(self, index: int) -> bytes:
         first, second = self._places[index].tolist()
         return self._begins[int(self._shards[index])] + b"%016d\0%016d" % (first, second)
@@ -76,8 +88,9 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     names = [os.path.relpath(path, root) for path in paths]
     parts = [part_of(name) for name in names]
     split, beside = ShardSplit(), list[str]()
+    depth, told = None, dict[str, str]()
     if any(parts):
-        split = split_of({*filter(None, parts)}, recipe.data.root)
+        split, told = split_of({*filter(None, parts)}, recipe.data.root, before.test, 1)
         wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
         beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
         paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
@@ -86,30 +99,34 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     sample_parts = np.repeat(np.array(parts, object), [len(index) for index in indexes])
     if not any(parts):
         texts = any((index.labels >= 0).any() for index in indexes)
-        sample_parts = np.concatenate([np.empty(0, object), *(_parts_inside(index, texts) for index in indexes)])
-        if any(inside := {*sample_parts.tolist()} - {None}):
-            split = split_of(inside, recipe.data.root)
+        sample_parts, below = parts_inside(indexes, texts)
+        split, told = split_of({*sample_parts.tolist()} - {None}, recipe.data.root, before.test, int(texts))
+        depth = below if split.train else None
     train, held_out = np.ones(len(sample_parts), bool), np.zeros(len(sample_parts), bool)
     if split.train:
         train, held_out = (sample_parts == part for part in split)
     held_out &= split.held_out is not None
     if split.train and (others := int((~train & ~held_out).sum())):
         beside.append(f"{others:,} images in other folders")
-    classes = classes_of(root, indexes, train, held_out)
-    if split.held_out == "test" and not (classes.labels[held_out] >= 0).any():  # as competitions give them out
+    classes = classes_of(root, indexes, train, held_out, depth)
+    without = split.held_out == "test" and not (classes.labels[held_out] >= 0).any()
+    if without and not before.test:  # as competitions give them out
         beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
-        split, held_out = ShardSplit(split.train), np.zeros(len(train), bool)
+        split, held_out, told = ShardSplit(split.train), np.zeros(len(train), bool), {}
     whole = _photos(root, names, shards, indexes, classes)
-    notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out)
+    notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out) | classes.notes | told
     _check(recipe, root, classes, train, notes)
     if beside:
         notes["beside"] = f"not looked at in {root}: {few(beside)}"
     known = classes.labels >= 0
-    trains = whole.part(np.flatnonzero(train & known))
+    here, there = classes.depths or (None, None)
+    rows, drawn_by = whole.ordered(np.flatnonzero(train & known), here)
+    trains = whole.part(rows)
     if split.held_out is None:
-        trains, holds, words = divided(trains, recipe, before)
+        trains, holds, words = divided(trains, recipe, before, drawn_by)
     else:
-        holds, words = whole.part(np.flatnonzero(held_out & known)), f"what is called {split.held_out} in {root}"
+        rows, _ = whole.ordered(np.flatnonzero(held_out & known), there)
+        holds, words = whole.part(rows), f"what is called {split.held_out} in {root}"
         if not len(holds):
             raise SetupError(f"{root}: no image of {split.held_out} has a class")
     data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)
@@ -118,20 +135,16 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     return replace(data, notes={**data.notes, **_slow(indexes)})
 
 
-def split_of(parts: set[str], root: str) -> ShardSplit:
-    """Which of the parts trains and which is held out. Raises SetupError."""
-    held_out = [part for part in HELD_OUT if part in parts]
+def split_of(parts: set[str], root: str, test: bool, most: int) -> tuple[ShardSplit, dict[str, str]]:
+    """Which of the parts trains and which is held out, and a note about that; `most` may be there without one that
+    trains. Raises SetupError."""
+    held_out, told = held_out_of(parts, test, root)
     if "train" in parts:
-        return ShardSplit("train", held_out[0] if held_out else None)
-    if len(held_out) > 1:
-        raise SetupError(f"data.root={root} holds {' and '.join(held_out)} and no train: name one, or what trains too")
-    return ShardSplit()
-
-
-def _parts_inside(index: ShardIndex, texts: bool) -> Array:
-    """The part of each sample, by the folders within its shard; without `texts` the innermost folder is its class."""
-    folders = (path if texts else os.path.dirname(path) for path in index.contents.below)
-    return np.array([*map(part_of_folder, folders), None], object)[index.folders]
+        return ShardSplit("train", held_out), told
+    if len(parts) > most:
+        names = " and ".join(sorted(parts, reverse=True))
+        raise SetupError(f"data.root={root} holds {names} and no train: name one, or what trains too")
+    return ShardSplit(), {}
 
 
 def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:

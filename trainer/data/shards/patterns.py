@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
-from trainer.data.folders.layout import HELD_OUT, TEST, TRAIN
+from trainer.data.folders.layout import part_named
 from trainer.data.folders.scanning import few, is_junk
 from trainer.errors import SetupError
 
@@ -96,16 +96,5 @@ def braced(text: str) -> list[str]:
 def part_of(path: str) -> str | None:
     """The part in a shard's name, or in the name of one of its folders: train, val or test."""
     *folders, name = path.split("/")
-    words = (_part(word) for word in re.split(r"[^a-z]+", name.lower()))
-    return next(filter(None, words), None) or part_of_folder("/".join(folders))
-
-
-def part_of_folder(path: str) -> str | None:
-    """The part in the name of one of a path's folders."""
-    return next(filter(None, (_part(name.lower()) for name in reversed(path.split("/")))), None)
-
-
-def _part(word: str) -> str | None:
-    if word in TRAIN:
-        return "train"
-    return ("test" if word in TEST else "val") if word in HELD_OUT else None
+    words = (*re.split(r"[^a-z]+", name.lower()), *reversed(folders))
+    return next(filter(None, map(part_named, words)), None)

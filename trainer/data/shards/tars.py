@@ -1,7 +1,8 @@
 """Tar files of encoded images: their samples, by WebDataset's conventions, and where their bytes are.
 
 A sample is consecutive files with the same name up to the first dot: 0001.jpg and 0001.cls. Its class is the text in
-.cls, or `label`, `cls` or `class` in .json. Where there are none, every image is a sample, and its class is its folder.
+.cls, or `label`, `cls` or `class` in .json; of a sample with another label none is guessed. Where there are none, every
+image is a sample, and its class is its folder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import posixpath
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +25,7 @@ from trainer.errors import SetupError
 KIND = b"tar"
 IMAGE, CLASS, JSON = ".img", ".cls", ".json"
 CLASS_KEYS = ("cls", "label", "class")  # in JSON
-LONGEST = {CLASS: 4096, JSON: 2**20}  # bytes
+LONGEST = {CLASS: 4096, ".class": 4096, ".label": 4096, JSON: 2**20}  # bytes of files that may hold a class
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")  # first bytes of such files
 
 
@@ -86,8 +89,8 @@ class Samples:
                 self._key = key
             suffix = dot + suffix.lower()
             self._sample.append((suffix, member))
-            if member.size <= LONGEST.get(suffix, -1):  # now, while it is in the window's buffer
-                self._metadata[suffix] = self._window.read(member.start, member.size)
+            if (longest := LONGEST.get(_last(suffix))) is not None:  # now, while it is in the window's buffer
+                self._metadata[suffix] = self._window.read(member.start, min(member.size, longest + 1))
 
     def index(self, broken: str) -> ShardIndex:
         """Of all samples; `broken` says why the tar could not be read on: the last sample may then be incomplete."""
@@ -123,7 +126,11 @@ class Samples:
         sample, texts = self._sample, self._metadata
         self._sample, self._metadata = [], {}
         images = [member for suffix, member in sample if suffix == IMAGE or _last(suffix) in readable_suffixes()]
-        label = next((text for key in LONGEST if (text := class_in(key, texts.get(key, b""))) is not None), None)
+        try:
+            label = label_of(texts)
+        except ValueError as error:
+            name = next(member.name for suffix, member in sample if suffix == error.args[1])
+            return self._refuse(error.args[0], tidied(name))
         is_sample = any(suffix == CLASS for suffix, _ in sample) or label is not None
         kept = {member.start for member in images}
         for suffix, member in sample:
@@ -151,19 +158,30 @@ class Samples:
             self._names[name] = (member.start, member.size, label, below)
 
 
+def label_of(texts: Mapping[str, bytes]) -> str | None:
+    """A sample's class, by its metadata; None where it has no label. Raises ValueError(what is wrong, suffix)."""
+    for suffix in sorted(texts, key=lambda suffix: (suffix != CLASS, suffix != JSON)):
+        if (label := class_in(suffix, texts[suffix])) is not None:
+            if suffix not in (CLASS, JSON):
+                raise ValueError("a class in neither NAME.cls nor NAME.json, where NAME ends at its first dot", suffix)
+            return label
+    return None
+
+
 def class_in(suffix: str, raw: bytes) -> str | None:
-    """The class in a sample's .cls or .json, if there is one."""
-    try:
-        label: Any
-        if suffix == CLASS:
-            label = raw.decode()
-        else:
-            facts = json.loads(raw)
-            label = next((facts[key] for key in CLASS_KEYS if key in facts), None) if isinstance(facts, dict) else None
-    except (ValueError, RecursionError):
-        return None
+    """The class in such a file; None of a .json without one. Raises ValueError(what is wrong, suffix)."""
+    label: Any = None
+    if len(raw) <= LONGEST[_last(suffix)]:
+        with suppress(ValueError, RecursionError):
+            facts = json.loads(raw) if _last(suffix) == JSON else {CLASS_KEYS[0]: raw.decode()}
+            keys = [key for key in CLASS_KEYS if key in facts] if isinstance(facts, dict) else []
+            if not keys and isinstance(facts, dict | list):
+                return None
+            label = facts[keys[0]] if keys else None
     text = str(label).strip() if isinstance(label, str | int) and not isinstance(label, bool) else ""
-    return text if len(text.splitlines()) == 1 else None
+    if len(text.splitlines()) != 1:
+        raise ValueError("a class that is neither a whole number nor one line of text", suffix)
+    return text
 
 
 def tidied(name: str) -> str:

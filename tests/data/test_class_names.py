@@ -1,0 +1,136 @@
+"""A class has one name and one place, however its images are stored: in folders, a table, tars, Parquet."""
+
+import subprocess
+import unicodedata
+
+import numpy as np
+import pytest
+
+from tests.command_line import QUIET, losses, ok, result
+from tests.data.photo_folders import coloured, photo, photo_set
+from tests.data.photo_folders import opened as opened_folder
+from tests.data.shards.conftest import kept  # noqa: F401
+from tests.data.shards.making import in_folders, jpeg, opened, parquet, tarred
+from trainer.data.class_names import class_names, merged
+from trainer.errors import SetupError
+from trainer.models import zoo
+
+NFC = "\u00e9cole"
+NFD = unicodedata.normalize("NFD", NFC)
+COLOURS = {
+    "animal/indoor": (200, 30, 30),
+    "animal/ship": (220, 90, 30),
+    "ship/harbour": (30, 30, 200),
+    "ship/x-y": (9, 9, 90),
+}
+
+
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_photos_in_folders_of_classes_are_those_of_a_tar(tmp_path, split):
+    """The same classes, order, held-out images and losses; also with names that sort otherwise as text."""
+    photos = tmp_path / "photos"
+    for part in ("train", "val") if split else (".",):
+        for name, colour in COLOURS.items():
+            for n in range(6):
+                coloured(photos / part / name / f"{n}.png", colour, (16, 16), seed=n)
+        coloured(photos / part / "ship" / "x" / "0.png", COLOURS["ship/x-y"], (16, 16))
+    tar = tmp_path / "photos.tar"
+    subprocess.run(["tar", "--sort=name", "-C", photos, "-cf", tar, "."], check=True)  # the guide's command
+    words = ["mode=single", "model.name=cnn", "batch_size=8", "epochs=2", "seed=3", "threads=1", *QUIET]
+    env = {"TRAINER_DATA": str(tmp_path)}
+    for kind, root in (("imagefolder", photos), ("shards", tar)):
+        ok(f"data.name={kind}", f"data.root={root}", *words, f"output={tmp_path / kind}", env=env)
+    one, other = tmp_path / "imagefolder", tmp_path / "shards"
+    assert losses(one) == losses(other) and len(losses(one)) > 3
+    for key in ("val_loss", "val_top1"):
+        assert result(one)[key] == result(other)[key]
+    assert result(one)["facts"]["classes"] == result(other)["facts"]["classes"]
+    assert result(one)["facts"]["classes"].startswith("animal ")
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ({"a.tar": ["animal/indoor", "animal/ship"], "b.tar": ["ship/harbour"]}, "animal ship"),
+        ({"a.tar": ["deep/er/animal/indoor", "deep/er/ship"]}, "animal ship"),
+        ({"ant.tar": ["ant"], "bee.tar": ["bee"]}, "ant bee"),
+        ({"train.tar": ["x_train/ant", "x_train/bee/old"], "val.tar": ["x_val/bee", "x_val/ant"]}, "ant bee"),
+        ({"train.tar": ["ant", "bee"], "val.tar": ["bee/old", "bee/new"]}, "ant bee"),
+        ({"a.tar": ["photos/train/ant/x", "photos/train/bee", "photos/val/bee/train/y"]}, "ant bee"),
+    ],
+)
+def test_the_class_in_a_tar_is_the_outermost_folder_below_what_all_share(tmp_path, parts, wanted):
+    for name, folders in parts.items():
+        tarred(tmp_path / name, in_folders(dict.fromkeys(folders, 4)))
+    found = opened(tmp_path)
+    assert " ".join(found.classes) == wanted
+    for source in (found.train, found.val):
+        named = [source.name(n).partition(".tar/")[2].split("/") for n in range(len(source))]
+        assert all(found.classes[label] in name for name, label in zip(named, source.labels, strict=True))
+
+
+def test_a_training_part_without_images(tmp_path):
+    tarred(tmp_path / "train-0.tar", [("README", b"x")])
+    tarred(tmp_path / "val-0.tar", in_folders({"ant": 2, "bee": 2}))
+    with pytest.raises(SetupError, match=r"data\.root=.* no images"):
+        opened(tmp_path)
+
+
+def test_a_tar_with_val_beside_other_folders_and_no_train(tmp_path):
+    with pytest.raises(SetupError, match=r"\bval\b.*\bno train\b"):
+        opened(tarred(tmp_path / "a.tar", in_folders({"val/ant": 3, "raw/ant": 3})))
+
+
+def both_forms(root, kind):
+    """Images of two classes, one of which is written in two ways; opened."""
+    names = [NFD, NFC, "zoo", NFC, NFD, "zoo"]
+    if kind == "folders":
+        for n, name in enumerate(names):
+            photo(root / name / f"{n}.png")
+        return opened_folder(root)
+    if kind == "table":
+        for n, _ in enumerate(names):
+            photo(root / f"{n}.png")
+        (root / "l.csv").write_text("file,label\n" + "".join(f"{n}.png,{name}\n" for n, name in enumerate(names)))
+        return opened_folder(root, "data.labels=l.csv")
+    if kind == "tar":
+        return opened(tarred(root / "a.tar", [(f"{name}/{n}.jpg", jpeg(n)) for n, name in enumerate(names)]))
+    if kind == "cls":
+        pairs = [((f"{n}.jpg", jpeg(n)), (f"{n}.cls", name.encode())) for n, name in enumerate(names)]
+        return opened(tarred(root / "a.tar", [one for pair in pairs for one in pair]))
+    if kind == "names":
+        return opened(parquet(root / "a.parquet", [jpeg(n) for n in range(6)], [0, 1, 2, 1, 0, 2], [NFD, NFC, "zoo"]))
+    return opened(parquet(root / "a.parquet", [jpeg(n) for n in range(6)], names))
+
+
+@pytest.mark.parametrize("kind", ["folders", "table", "tar", "cls", "names", "parquet"])
+def test_a_name_in_two_forms_is_one_class_and_told(tmp_path, kind):
+    found = both_forms(tmp_path, kind)
+    assert sorted(found.classes) == sorted((NFC, "zoo"))
+    labels = np.concatenate([found.train.labels, found.val.labels])
+    assert np.bincount(labels)[found.classes.index(NFC)] == 4 and len(labels) == 6
+    assert NFC in found.notes["names"]
+    assert all(found.train.read(n, 3)[0].shape[0] == 3 for n in range(len(found.train))), "paths stay as they are"
+
+
+def test_held_out_images_may_have_the_other_form(tmp_path):
+    for part, name in (("train", NFC), ("val", NFD)):
+        photo_set(tmp_path / part, {name: 3, "zoo": 3})
+    found = opened_folder(tmp_path)
+    assert found.classes == ("zoo", NFC) and found.val.labels.tolist() == [0] * 3 + [1] * 3
+
+
+def test_names_of_weights_in_the_other_form_are_known(tmp_path):
+    from torch import nn, ones, zeros
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    weights = {"1.weight": ones(3, 4), "1.bias": ones(3)}
+    state = {"classes": f'["x", "{NFD}", "y"]'}
+    merged_state = zoo._by_class(weights, state, model, (NFC, "new"), 2)
+    assert merged_state["1.bias"].tolist()[0] == 1 and merged_state["1.bias"].shape == zeros(2).shape
+
+
+def test_order_and_places():
+    named = class_names(["b", NFD, "a"], [NFC, "c"])
+    assert named.names == ["a", "b", NFC] and named.places == {"b": 1, NFD: 2, "a": 0, NFC: 2}
+    assert merged(["b", "a"]).names == ["b", "a"] and not merged(["b", "a"]).notes

@@ -76,10 +76,27 @@ def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
     Raises:
         NotImplementedError: the model has an operator that cannot run on shapes alone.
     """
+    return _flops(model, shape, backward=False)
+
+
+def training_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Floating point operations of training on a batch of `shape`: 3 x forward, or, where parameters are frozen,
+    forward and the backward passes that are left.
+
+    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B. Raises as `forward_flops`.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return 3 * forward_flops(model, shape)
+    return _flops(model, shape, backward=True)
+
+
+def _flops(model: nn.Module, shape: Sequence[int], backward: bool) -> int:
     probe = copy.deepcopy(model).to("meta").eval()
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        probe(torch.empty(tuple(shape), device="meta"))
+    with torch.set_grad_enabled(backward), counter:
+        output = probe(torch.empty(tuple(shape), device="meta"))
+        if backward:
+            output.sum().backward()
     return int(counter.get_total_flops())
 
 
@@ -90,14 +107,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
     peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
     return None if peak is None else 1e12 * peak
-
-
-def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
-    """Share of the devices' peak that forward and backward (3 x forward) amount to.
-
-    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
-    """
-    return samples_per_sec * 3 * flops_per_sample / peak
 
 
 def published(card: str, model: str, devices: int) -> list[dict[str, Any]]:

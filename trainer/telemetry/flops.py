@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,26 +74,31 @@ IMAGES_PER_SEC = {  # of training: card, network, number of cards
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
 
-    Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    Raises NotImplementedError: the model has an operator that cannot run on them.
     """
     return _flops(model, shape, backward=False)
 
 
 def training_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Floating point operations of training on a batch of `shape`: 3 x forward, or, where parameters are frozen,
-    forward and the backward passes that are left.
-
-    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B. Raises as `forward_flops`.
+    """Those of training on it: 3 x forward (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B), or, where
+    parameters are frozen, forward and the backward passes that are left. Raises as `forward_flops`.
     """
     if all(parameter.requires_grad for parameter in model.parameters()):
         return 3 * forward_flops(model, shape)
     return _flops(model, shape, backward=True)
 
 
+def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """As many as forward for each of the gradients of inputs and weights; torch's own leaves groups out of account."""
+    transposed, wanted = rest[4], rest[7]
+    return int(sum(wanted[:2]) * 2 * math.prod(x if transposed else gradient) * math.prod(weight[1:]))
+
+
 def _flops(model: nn.Module, shape: Sequence[int], backward: bool) -> int:
     probe = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
+    )
     with torch.set_grad_enabled(backward), counter:
         output = probe(torch.empty(tuple(shape), device="meta"))
         if backward:

@@ -181,7 +181,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
     text += f", {duration(result['seconds'])}"
     if result["data"]["skipped"]:
-        text += f"; {result['data']['skipped']} unreadable images were replaced"
+        text += f"; {result['data']['skipped']} times an unreadable image was replaced or left out"
     if result["data"]["uncached"]:
         text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared again"
     lines, pipeline = {"done": text}, result["pipeline"]

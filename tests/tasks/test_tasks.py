@@ -26,11 +26,12 @@ def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
 
 
-def of_parts(made, outputs, targets):
-    """Metrics from the sums of uneven parts."""
+def of_parts(made, outputs, targets, rows=None):
+    """Metrics from the sums of uneven parts, or of parts of so many rows."""
     sums = {}
-    for rows in (slice(0, 3), slice(3, 4), slice(4, None)):
-        for name, part in made.sums(outputs[rows], targets[rows]).items():
+    starts = range(rows, len(outputs), rows) if rows else (3, 4)
+    for some, wanted in zip(outputs.tensor_split([*starts]), targets.tensor_split([*starts]), strict=True):
+        for name, part in made.sums(some, wanted).items():
             sums[name] = sums.get(name, 0) + part.double()
     return made.metrics(sums, len(outputs))
 
@@ -160,10 +161,21 @@ def test_regression_metrics_are_scikit_learns():
     assert made.improves(1.0, 2.0) and not made.improves(2.0, 1.0), "the smallest loss is the best"
 
 
-def test_values_that_are_all_the_same_have_nothing_to_explain():
+@pytest.mark.parametrize(("value", "count"), [(3.0, 4), (3.3, 7), (1.72, 4000), (37.2, 4000), (1e6 + 0.7, 2000)])
+def test_values_that_are_all_the_same_have_nothing_to_explain(value, count):
     made = task("task.name=regression", names=("x",))
-    targets = torch.full((4, 1), 3.0)
-    assert np.isnan(made.metrics(made.sums(targets + 1, targets), 4)["r2"])
+    targets = torch.full((count, 1), value)
+    assert np.isnan(of_parts(made, targets + 1, targets, 4)["r2"])
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(0, 1e-6), (1e6, 10), (1.7e9, 1e5)])
+def test_values_that_vary_a_little_are_explained(mean, deviation):
+    from sklearn.metrics import r2_score
+
+    targets = (mean + deviation * numbers(400, 1)).float()
+    outputs = (targets + deviation * numbers(401, 1)[:400] / 2).float()
+    found = of_parts(task("task.name=regression", names=("x",)), outputs, targets)["r2"]
+    assert found == pytest.approx(r2_score(targets.double(), outputs.double()), abs=1e-5)
 
 
 def test_the_names_that_are_known_without_torch():

@@ -38,5 +38,30 @@ def test_peaks_are_of_the_very_card_and_precision(monkeypatch, name, precision, 
     assert flops.peak_flops(torch.device("cpu"), precision) is None
 
 
-def test_utilisation():
-    assert flops.model_flops_utilisation(1000, 10**9, 30e12) == pytest.approx(0.1)
+def test_training_is_three_forward_passes():
+    model = torchvision.models.resnet18()
+    assert flops.training_flops(model, (1, 3, 32, 32)) == 3 * flops.forward_flops(model, (1, 3, 32, 32))
+
+
+def test_what_is_frozen_has_no_backward_pass():
+    model, shape = torchvision.models.resnet18(), (2, 3, 64, 64)
+    forward = flops.forward_flops(model, shape)
+    model.requires_grad_(False)
+    model.fc.requires_grad_(True)
+    head = 2 * 2 * 512 * 1000  # of two images, two operations each
+    assert flops.training_flops(model, shape) == forward + head
+    model.layer4.requires_grad_(True)
+    block = [3 * 3 * 256 * 512, 3 * 3 * 512 * 512, 256 * 512, 3 * 3 * 512 * 512, 3 * 3 * 512 * 512]
+    layer4 = 2 * 2 * 2 * 2 * sum(block)  # its maps are 2 x 2 pixels
+    inputs = 2 * 2 * 2 * 2 * (block[0] + block[2])  # gradients that nobody asks for
+    assert flops.training_flops(model, shape) == forward + 2 * head + 2 * layer4 - inputs
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "mobilenet_v2", "vit_b_32"])
+def test_of_a_model_of_which_nearly_nothing_is_frozen_it_is_nearly_all(name):
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+    next(model.parameters()).requires_grad_(False)
+    whole = 3 * flops.forward_flops(model, (1, 3, 224, 224))
+    # The first layer computes no gradient of inputs in any case.
+    assert flops.training_flops(model, (1, 3, 224, 224)) == pytest.approx(whole, rel=0.03)

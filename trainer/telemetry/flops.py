@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,13 +74,35 @@ IMAGES_PER_SEC = {  # of training: card, network, number of cards
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
 
-    Raises:
-        NotImplementedError: the model has an operator that cannot run on shapes alone.
+    Raises NotImplementedError: the model has an operator that cannot run on them.
     """
+    return _flops(model, shape, backward=False)
+
+
+def training_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Those of training on it: 3 x forward (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B), or, where
+    parameters are frozen, forward and the backward passes that are left. Raises as `forward_flops`.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return 3 * forward_flops(model, shape)
+    return _flops(model, shape, backward=True)
+
+
+def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    """As many as forward for each of the gradients of inputs and weights; torch's own leaves groups out of account."""
+    transposed, wanted = rest[4], rest[7]
+    return int(sum(wanted[:2]) * 2 * math.prod(x if transposed else gradient) * math.prod(weight[1:]))
+
+
+def _flops(model: nn.Module, shape: Sequence[int], backward: bool) -> int:
     probe = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        probe(torch.empty(tuple(shape), device="meta"))
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
+    )
+    with torch.set_grad_enabled(backward), counter:
+        output = probe(torch.empty(tuple(shape), device="meta"))
+        if backward:
+            output.sum().backward()
     return int(counter.get_total_flops())
 
 
@@ -90,14 +113,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
     peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
     return None if peak is None else 1e12 * peak
-
-
-def model_flops_utilisation(samples_per_sec: float, flops_per_sample: int, peak: float) -> float:
-    """Share of the devices' peak that forward and backward (3 x forward) amount to.
-
-    Chowdhery et al., "PaLM" (arXiv:2204.02311), appendix B.
-    """
-    return samples_per_sec * 3 * flops_per_sample / peak
 
 
 def published(card: str, model: str, devices: int) -> list[dict[str, Any]]:

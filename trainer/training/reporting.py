@@ -17,7 +17,6 @@ from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
 from trainer.saving.journal import START
 from trainer.tasks.task import figure
-from trainer.telemetry.flops import model_flops_utilisation
 from trainer.telemetry.readable import as_size, duration, in_sentences, number
 from trainer.telemetry.symptoms import steady
 from trainer.telemetry.verdict import StepParts, shares
@@ -145,7 +144,7 @@ def summary(run: Run) -> dict[str, float]:
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
     if run.model.peak_flops is None:
         return None
-    return model_flops_utilisation(samples_per_sec, run.model.forward_flops, run.model.peak_flops)
+    return samples_per_sec * run.model.training_flops / run.model.peak_flops
 
 
 def epoch_row(run: Run, epoch: int, seconds: float) -> dict[str, str]:
@@ -182,7 +181,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
     text += f", {duration(result['seconds'])}"
     if result["data"]["skipped"]:
-        text += f"; {result['data']['skipped']} unreadable images were replaced"
+        text += f"; {result['data']['skipped']} times an unreadable image was replaced or left out"
     if result["data"]["uncached"]:
         text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared again"
     lines, pipeline = {"done": text}, result["pipeline"]

@@ -45,8 +45,8 @@ class Result(Metrics):
     task: Annotated[str, "name of the task"]
     data: Annotated[
         dict[str, Any],
-        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how many images were `skipped`, and "
-        "how often one was not in the cache (`uncached`)",
+        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how often an unreadable image was "
+        "`skipped`, and how often one was not in the cache (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean loss of the last epoch"]
     best_epoch: Annotated[int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"]

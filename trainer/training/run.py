@@ -87,7 +87,7 @@ class ModelFacts:
     parameters: int
     batch_norm: bool  # whether it has such layers that train
     notes: dict[str, str]  # of the banner: what does not train, and how the rest does
-    forward_flops: int  # of a sample; 0 where the devices' peak is not known
+    training_flops: int  # of a sample; 0 where the devices' peak is not known
     peak_flops: float | None  # of all devices together
 
 

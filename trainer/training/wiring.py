@@ -39,7 +39,7 @@ from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.flops import forward_flops, peak_flops
+from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
@@ -261,11 +261,11 @@ def emulated(cards: Mapping[str, Card]) -> dict[str, str]:
 
 
 def utilisation_base(model: nn.Module, data: Datasets, cards: Mapping[str, Card]) -> tuple[float | None, int]:
-    """The cards' peak FLOP/s together and one image's forward FLOPs, where both can be known."""
+    """The cards' peak FLOP/s together and one image's FLOPs in training, where both can be known."""
     peaks = [card.peak for card in cards.values() if card.peak is not None]
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        return sum(peaks), forward_flops(without_values(model), data.example(1).shape)
+        return sum(peaks), training_flops(without_values(model), data.example(1).shape)
     except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
         return None, 0

@@ -64,7 +64,7 @@ def test_what_is_no_photo_is_skipped_and_counted(tmp_path, cache):
     assert BAD.keys() - parts.keys() == NOTHING and re.search(rf"ignored +{len(NOTHING)} links", said)
     trained = [name for name in BAD if parts.get(name) == "train"]
     assert result(tmp_path / "run")["data"]["skipped"] == len(trained) == len(BAD) - len(NOTHING)
-    assert f"{len(trained)} unreadable images were replaced" in " ".join(said.split())
+    assert f"{len(trained)} times an unreadable image" in " ".join(said.split())
 
 
 def test_what_is_odd_but_a_photo_is_trained_on(tmp_path):

@@ -46,6 +46,8 @@ def test_what_is_no_text(file, data, says):
         ("file\tlabels\na.jpg\tcat;dog, small", "\t", ["a.jpg", "cat;dog, small"]),
         ("file,labels\na.jpg,cat;dog", ",", ["a.jpg", "cat;dog"]),
         ("file;height\na.jpg;1,72", ";", ["a.jpg", "1,72"]),
+        ('file, label\na.jpg, "cat, small"', ",", ["a.jpg", "cat, small"]),
+        ('file; label\n"a;b.jpg"; "cat"', ";", ["a;b.jpg", "cat"]),
     ],
 )
 def test_the_first_line_tells_the_separator(file, text, separator, cells):

@@ -85,6 +85,33 @@ def test_plain_bytes_and_labels_of_text(tmp_path):
         assert found.classes == ("cat", "dog") and found.train.read(0, 3)[0].shape == (3, 30, 40)
 
 
+@pytest.mark.parametrize("kind", ["string_view", "category", "boolean"])
+def test_classes_and_images_of_other_types(tmp_path, kind):
+    """As pandas writes a column of categories, each row group with names of its own, and others their columns."""
+    if kind == "string_view" and not hasattr(pa, kind):
+        pytest.skip("this pyarrow has no views")
+    names = [str(bool(n)) for n in LABELS] if kind == "boolean" else ["dog" if n else "cat" for n in LABELS]
+    if kind == "category":
+        labels = pa.chunked_array([pa.array(names[n : n + 9][::-1]).dictionary_encode() for n in range(0, 25, 9)])
+        names = labels.cast(pa.string()).to_pylist()
+    else:
+        labels = pa.array([name == "True" for name in names] if kind == "boolean" else names)
+    images = pa.array(IMAGES)
+    if kind == "string_view":
+        labels, images = labels.cast(pa.string_view()), images.cast(pa.binary_view())
+    pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "a.parquet", row_group_size=9)
+    found = opened(tmp_path / "a.parquet")
+    for part in (found.train, found.val):
+        rows = [int(part.name(n).rpartition("/")[2]) for n in range(len(part))]
+        assert [found.classes[label] for label in part.labels] == [names[row] for row in rows]
+        assert all(shards.encoded(*place(part, n)).tobytes() == IMAGES[row] for n, row in enumerate(rows))
+
+
+def test_blanks_around_a_name_are_no_part_of_it(tmp_path):
+    path = parquet(tmp_path / "a.parquet", IMAGES, [("cat", " cat", "dog ")[n % 3] for n in range(25)])
+    assert opened(path).classes == ("cat", "dog")
+
+
 def test_labels_without_names_are_numbers(tmp_path):
     for kind in (pa.int64(), pa.uint8(), pa.int32()):
         path = parquet(tmp_path / "a.parquet", IMAGES, pa.array([2 * n for n in LABELS], kind))
@@ -107,7 +134,7 @@ def test_rows_without_a_label_or_an_image(tmp_path):
 
 def test_what_is_no_such_table(tmp_path):
     pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "a.parquet")
-    with pytest.raises(SetupError, match=r"a\.parquet.*\btext, label"):
+    with pytest.raises(SetupError, match=r"a\.parquet.*\btext \(string\), label \(int64\)"):
         opened(tmp_path / "a.parquet")
     whole = parquet(tmp_path / "b.parquet", IMAGES, LABELS).read_bytes()
     for damaged in (b"", b"no parquet", whole[:-100], b"x" * len(whole)):

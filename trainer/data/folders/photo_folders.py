@@ -119,7 +119,7 @@ def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str],
         for part in (train, val)
     )
     order = np.argsort(here, kind="stable")
-    fewest, most = order[0], order[-1]
+    fewest, most = next((row for row in order if here[row]), 0), order[-1]  # of classes that there are
     each = [f"{name} {a} + {b}" for name, a, b in zip(names, here, there, strict=True)]
     if len(names) > LISTED:
         ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
@@ -127,7 +127,7 @@ def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str],
     notes = {"classes": f"{', '.join(each)} (training + held out)"}
     if here[most] >= UNBALANCED * here[fewest] and not balanced and not several:
         notes["balance"] = (
-            f"{names[most]} has {here[most] / max(1, here[fewest]):.0f} times as many images as {names[fewest]}: "
+            f"{names[most]} has {here[most] / here[fewest]:.0f} times as many images as {names[fewest]}: "
             "data.balance=true draws all classes equally often"
         )
     return notes

@@ -25,6 +25,7 @@ KIND = b"parquet"
 KEPT = 2**28  # bytes of row groups that a process keeps
 SMALLEST = 32  # bytes of an image
 GROUP = 2**30  # bytes of images in a row group, at most
+BYTES, TEXT = ((kind, f"large_{kind}", f"{kind}_view") for kind in ("binary", "string"))
 
 
 def index(shard: ShardFile) -> ShardIndex:
@@ -61,11 +62,13 @@ def look(shard: ShardFile) -> ShardIndex:
         image, label = image_column(schema), label_column(schema)
         groups = [table.metadata.row_group(n) for n in range(table.num_row_groups)]
         if label is None or image is None:
+            columns = ", ".join(f"{field.name} ({field.type})" for field in schema)[:200]
             raise SetupError(
-                f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}) and one of labels "
-                f"({', '.join(TARGETS[:2])}); its columns are {', '.join(schema.names)[:200]}"
+                f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}; binary) and one of classes "
+                f"({', '.join(TARGETS[:2])}; whole numbers or text); its columns are {columns}"
             )
         column = table.read([label], use_threads=False).column(0)
+        column = column.cast(_plain(column.type))
     except SetupError:
         raise
     except Exception as error:  # pyarrow raises anything at all for a damaged file
@@ -83,7 +86,7 @@ def look(shard: ShardFile) -> ShardIndex:
         )
     column = column.combine_chunks().dictionary_encode()
     column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
-    texts = [str(text) for text in column.dictionary.to_pylist()]
+    texts = [str(text).strip() for text in column.dictionary.to_pylist()]
     labels = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
@@ -122,28 +125,30 @@ def opened(shard: ShardFile) -> Any:
 
 def image_column(schema: Any) -> str | None:
     """The path of the column with the images' bytes."""
-    types = pyarrow().types
-
-    def is_bytes(kind: Any) -> bool:
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
-
     for name in (name for name in INPUTS if name in schema.names):
         kind = schema.field(name).type
-        if is_bytes(kind):
+        if str(kind) in BYTES:
             return name
-        if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 and is_bytes(kind.field("bytes").type):
+        if pyarrow().types.is_struct(kind) and any(part.name == "bytes" and str(part.type) in BYTES for part in kind):
             return f"{name}.bytes"
     return None
 
 
 def label_column(schema: Any) -> str | None:
     """The column with a class for each image: a whole number, or its name."""
-    types = pyarrow().types
 
     def is_class(kind: Any) -> bool:
-        return bool(types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind))
+        types = pyarrow().types
+        return bool(types.is_integer(kind) or types.is_boolean(kind) or str(kind) in TEXT)
 
-    return next((name for name in TARGETS if name in schema.names and is_class(schema.field(name).type)), None)
+    names = (name for name in TARGETS if name in schema.names)
+    return next((name for name in names if is_class(_plain(schema.field(name).type))), None)
+
+
+def _plain(kind: Any) -> Any:
+    """The type of a column's values: of pandas' categories that of their names."""
+    kind = kind.value_type if pyarrow().types.is_dictionary(kind) else kind
+    return pyarrow().string() if str(kind) in TEXT else kind
 
 
 def class_names(schema: Any, label: str) -> list[str] | None:

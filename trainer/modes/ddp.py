@@ -155,7 +155,7 @@ class DistributedDataParallel(Strategy):
     def _require_averaged(self) -> None:
         """Raises RecipeError where this rank's pass left out what others used: its gradients are no averages."""
         try:
-            self.wrapped._check_reducer_finalized()  # type: ignore[union-attr, no-untyped-call]
+            self.wrapped._check_reducer_finalized()  # type: ignore[union-attr]
         except RuntimeError:
             raise RecipeError(
                 f"model.name={self.recipe.model.name} left parameters out of this pass, and ddp, which saw it use all "

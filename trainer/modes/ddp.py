@@ -166,6 +166,7 @@ class DistributedDataParallel(Strategy):
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is not None:
             self.broadcast_buffers(averages)
+            self.share_extra_state()
 
     def close(self) -> None:
         """Free DDP while others still hold the process group.

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from trainer.errors import CheckpointError, RecipeError
-from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import EXTRA_STATE, as_bytes, from_bytes
 
 
@@ -42,12 +40,7 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
     return packed
 
 
-def load_extra_state(
-    model: nn.Module,
-    saved: Mapping[str, Tensor] | Mapping[str, StoredTensor],
-    source: str,
-    device: torch.device | None = None,
-) -> None:
+def load_extra_state(model: nn.Module, saved: Mapping[str, Tensor], source: str, device: str = "cpu") -> None:
     """Give each module its own; tensors that were on a GPU go to `device`.
 
     Raises:
@@ -56,9 +49,8 @@ def load_extra_state(
     for key, module in holders(model).items():
         if key not in saved:
             raise CheckpointError(f"{source}: holds no {key}, which {type(module).__name__}.set_extra_state() needs")
-        kept = saved[key]
         try:
-            module.set_extra_state(from_bytes(kept.read() if isinstance(kept, StoredTensor) else kept, device))
+            module.set_extra_state(from_bytes(saved[key], device))
         except Exception as error:  # as above
             reason = " ".join(str(error).split())[:160]
             raise CheckpointError(f"{source}: {key} cannot be loaded ({type(error).__name__}: {reason})") from None

@@ -144,12 +144,13 @@ class Strategy:
     def load_extra_state(self, saved: Mapping[str, StoredTensor]) -> None:
         """Continue with it. Raises CheckpointError."""
         if not self.recipe.traits.staged:
-            load_extra_state(self.module, saved, "the checkpoint", self.device)
+            read = {name: kept.read() for name, kept in saved.items()}
+            load_extra_state(self.module, read, "the checkpoint", str(self.device))
 
     def share_extra_state(self) -> None:
         """Rank 0's on every rank."""
         if self.world.size > 1 and (mine := self.extra_state()):
-            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0", self.device)
+            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0", str(self.device))
 
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""

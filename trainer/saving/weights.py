@@ -29,8 +29,8 @@ def as_bytes(value: Any) -> Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
 
 
-def from_bytes(data: Tensor, device: torch.device | None = None) -> Any:
-    """What `as_bytes` was given, of tensors and plain values; tensors of a GPU go to `device`, by default the CPU.
+def from_bytes(data: Tensor, device: str = "cpu") -> Any:
+    """What `as_bytes` was given, of tensors and plain values; tensors of a GPU go to `device`.
 
     Raises Exception for anything else, of which nothing is executed.
     """
@@ -38,19 +38,15 @@ def from_bytes(data: Tensor, device: torch.device | None = None) -> Any:
     return _plain(io.BytesIO(raw), len(raw), device)
 
 
-def _plain(file: Path | io.BytesIO, size: int, device: torch.device | None = None) -> Any:
+def _plain(file: Path | io.BytesIO, size: int, device: str = "cpu") -> Any:
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
             if sum(entry.file_size for entry in whole.infolist()) > size:
                 raise ValueError("compressed")
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    home = torch.device("cpu") if device is None else device
-
-    def place(storage: Any, tag: str) -> Any:
-        return storage if tag == "cpu" else storage.to(device=home)
-
-    return torch.load(file, map_location="cpu" if home.type == "cpu" else place, weights_only=True)
+    place: Any = lambda storage, tag: storage if tag == "cpu" else storage.to(device=torch.device(device))  # noqa: E731
+    return torch.load(file, map_location=place if device != "cpu" else "cpu", weights_only=True)
 
 
 def save_weights(

@@ -37,7 +37,7 @@ def read_lines(path: Path) -> tuple[list[str], list[Line], str]:
     text = text[named.end() :] if named else text
     start = text.lstrip("\r\n").partition("\n")[0]
     separator = named[1] if named else next((mark for mark in SEPARATORS if mark in start), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     try:
         lines = [Line(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
     except csv.Error as error:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.command_line import environment
 from tests.contexts import mode_of
@@ -286,11 +287,17 @@ class Half(nn.Module):
         return self.used(x.flatten(1))
 
 
-def test_unused_parameters_under_ddp(group):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_no_pass_uses_keeps_no_gradient_under_ddp(accumulate, group):
+    """An optimizer leaves it alone then, as in `single`: no weight decay."""
     pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))  # a second rank that is not needed here
-    mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2)).setup(Half())
-    with pytest.raises(RecipeError, match="accumulate=1"):
-        mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Half())
+    strategy, model = mode_of(load(None, "mode=ddp", f"accumulate={accumulate}"), pair, (4, 1, 2, 2)), Half()
+    strategy.setup(model)
+    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
+    for micro in range(accumulate):
+        strategy.forward_backward(batch, 0.25 / accumulate, sync=micro == accumulate - 1)
+    assert model.used.weight.grad.any() and model.unused.weight.grad is None
+    strategy.close()
 
 
 class Sometimes(Half):
@@ -302,16 +309,55 @@ class Sometimes(Half):
         return super().forward(x) + (0 if self.drops else self.unused(x.flatten(1)))
 
 
-def test_layers_that_are_dropped_at_times_are_refused_under_ddp(group):
+def test_a_layer_that_is_dropped_from_some_step_on_is_refused_under_ddp_in_that_step(group):
     pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), Sometimes()
     strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
     strategy.setup(model)
     batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
     strategy.forward_backward(batch, 0.25)
     model.drops = True
-    strategy.forward_backward(batch, 0.25)  # its reducer waits for the layer
     with pytest.raises(RecipeError, match="mode=single"):
+        strategy.forward_backward(batch, 0.25)  # whose gradients are no averages
+
+
+class ByChance(Half):
+    """A model that drops one of its layers in a third of all passes."""
+
+    def forward(self, x):
+        return super().forward(x) + (self.unused(x.flatten(1)) if torch.rand(()) > 1 / 3 else 0)
+
+
+def test_layers_that_are_dropped_by_chance_train_under_ddp(group):
+    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), ByChance()
+    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    torch.manual_seed(1)  # the first passes use the layer, not all of `LOOKS`
+    strategy.setup(model)
+    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
+    dropped = set()
+    for _ in range(20):
+        model.zero_grad()
         strategy.forward_backward(batch, 0.25)
+        dropped.add(model.unused.weight.grad is None)
+    assert dropped == {True, False}
+    strategy.close()
+
+
+class Recomputed(Half):
+    """A model that computes its activations again in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x + self.used.bias.sum() * 0, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_and_an_unused_layer_train_under_ddp_together(group):
+    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), Recomputed()
+    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    strategy.setup(model)
+    strategy.forward_backward(Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4), 0.25)
+    assert model.used.weight.grad.any()
+    strategy.close()
+    with pytest.raises(RecipeError, match="use_reentrant=False"):
+        mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Recomputed())
 
 
 class Asked(TorchDispatchMode):

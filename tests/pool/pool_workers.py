@@ -524,3 +524,8 @@ def kill_at_three(item):
 
 def kill_from_three(item):
     return kill_at_three(min(item, 3))
+
+
+def total(frame):
+    labels, (raw, _) = frame["others"]
+    return [int(frame["image"].sum()), int(labels.sum()), raw[0]]

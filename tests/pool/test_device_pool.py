@@ -88,6 +88,20 @@ def test_an_endless_generator(flavour, pools):
     results.close()
 
 
+@both
+def test_a_stream_may_fill_again_what_it_gave(flavour, pools):
+    """In whatever tensors, arrays and bytes lie."""
+
+    def frames():
+        image, labels, raw = torch.zeros(2), np.zeros(2), bytearray(1)
+        for n in range(200):
+            image[:], labels[:], raw[0] = n, 1000 * n, n
+            yield {"image": image, "others": [labels, (raw, "name")]}
+
+    found = list(pools(workers.total, flavour, batch_size=8).map(frames()))
+    assert found == [[2 * n, 2000 * n, n] for n in range(200)]
+
+
 def test_one_slow_item_holds_a_bounded_number_of_others(pools):
     pool, drawn = pools(workers.slow_first, batch_size=2), []
     results = pool.map(drawn.append(i) or i for i in itertools.count())

@@ -16,6 +16,7 @@ from trainer.data import Datasets, Loader, open_datasets
 from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before, part_of
 from trainer.errors import CheckpointError, RecipeError
+from trainer.models.extra_state import load_extra_state
 from trainer.models.zoo import fitted
 from trainer.modes import Context
 from trainer.processes.resources import locate
@@ -75,6 +76,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     check_same_images(world, data)
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)
+    load_extra_state(model, weights, str(path))
     weights = fitted(model, weights, str(path), whole=True)
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)

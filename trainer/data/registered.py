@@ -43,7 +43,8 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     the names of the classes, or of a regression's values, their number, or None where the sets have them. train and val
     each are a pair of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any
     map-style data set of items (input, target) or {"image": input, "label": target}, which loader workers read. What an
-    item draws at random (torch, NumPy, random) depends on seed, epoch and index alone.
+    item draws at random (torch, NumPy, random, or generators among the data set's attributes) depends on seed, epoch
+    and index alone.
 
     Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
     another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for

@@ -15,6 +15,7 @@ from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import freeze, head
+from trainer.models.extra_state import holders, load_extra_state
 from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
@@ -225,12 +226,14 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
     fitting._metadata = state._metadata  # type: ignore[attr-defined]
     model.load_state_dict(fitting, strict=False)
+    load_extra_state(model, weights, source)
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: bool = False) -> dict[str, Weight]:
     """The weights that `initialise` loads, under the model's names. Raises CheckpointError naming what does not fit."""
     state = model.state_dict(keep_vars=True)
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    other = holders(model)
+    tensors = {name: part for name, part in state.items() if isinstance(part, Tensor) and name not in other}
     # A tensor that a model has under several names is saved under one.
     saved = {id(tensor): weights[name] for name, tensor in tensors.items() if name in weights}
     weights = {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}

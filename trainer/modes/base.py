@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer.data import Batch, Example, Shard
 from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import hold_statistics
+from trainer.models.extra_state import extra_state, load_extra_state
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -135,6 +136,21 @@ class Strategy:
         """This rank's buffers that belong in a checkpoint, under the plain model's names."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """State of modules that is no tensor, as `models.extra_state` gives it; the same on all ranks once settled."""
+        return {} if self.recipe.traits.staged else extra_state(self.module)
+
+    def load_extra_state(self, saved: Mapping[str, StoredTensor]) -> None:
+        """Continue with it. Raises CheckpointError."""
+        if not self.recipe.traits.staged:
+            read = {name: kept.read() for name, kept in saved.items()}
+            load_extra_state(self.module, read, "the checkpoint", str(self.device))
+
+    def share_extra_state(self) -> None:
+        """Rank 0's on every rank."""
+        if self.world.size > 1 and (mine := self.extra_state()):
+            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0", str(self.device))
 
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""

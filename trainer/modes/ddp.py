@@ -5,6 +5,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
+LOOKS = 4  # passes that tell whether a model leaves parameters unused: by chance, some do in one and not in another
+LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")  # whose models use the same parameters in every pass
 
 
 def read_in_training(model: nn.Module) -> bool:
@@ -50,6 +53,18 @@ def mean_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]
     return summed.then(lambda done: gradients.copy_(done.value()[0]).div_(ranks))
 
 
+def warn_of_none_unused() -> None:
+    """Let torch say now, and to nobody, what it says once a process: that no parameter was unused, so not to look."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        nn.parallel.DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)(torch.zeros(1, 1))
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
 class DistributedDataParallel(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
 
@@ -65,36 +80,54 @@ class DistributedDataParallel(Strategy):
         super().finish()
         if self.world.size == 1:
             return
-        in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
-        synced: dict[str, Any] = {in_forward: self._broadcasts}
         with lost_peers(), undisturbed([self.module], self.device):
-            # Under accumulation a static graph fails inside the reducer.
-            static_graph = self.recipe.accumulate == 1 and self.world.broadcast_object(self._leaves_parameters_unused())
-            self.wrapped = nn.parallel.DistributedDataParallel(
-                self.module,
-                device_ids=[self.device] if self.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                static_graph=static_graph,
-                **synced,
-            )
-            if self.recipe.ddp.compress == "bf16":
-                # Torch looks at a hook's annotations, which a lambda has none of.
-                self.wrapped.register_comm_hook(self.world.size, lambda ranks, bucket: mean_in_bf16(bucket, ranks))
-            # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
-            # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
-            for _ in range(2):
-                self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
+            unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused()))))
+            if unused:
+                warn_of_none_unused()
+            try:
+                self._replicate(find_unused_parameters=unused)
+            except RuntimeError as error:  # looked for, parameters inside of a reentrant checkpoint seem unused
+                if not unused or "ready only once" not in str(error):
+                    raise
+                if self.recipe.accumulate > 1:  # a static graph fails inside the reducer
+                    raise RecipeError(
+                        f"model.name={self.recipe.model.name} leaves parameters unused and has a reentrant checkpoint, "
+                        "which ddp cannot accumulate over: set accumulate=1, or checkpoint(..., use_reentrant=False)"
+                    ) from None
+                self._replicate(static_graph=True)
         self.module.zero_grad()
+
+    def _replicate(self, **graph: bool) -> None:
+        """Put DDP around the module."""
+        in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
+        options: dict[str, Any] = {in_forward: self._broadcasts, **graph}
+        self.wrapped = nn.parallel.DistributedDataParallel(
+            self.module,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **options,
+        )
+        if self.recipe.ddp.compress == "bf16":
+            # Torch looks at a hook's annotations, which a lambda has none of.
+            self.wrapped.register_comm_hook(self.world.size, lambda ranks, bucket: mean_in_bf16(bucket, ranks))
+        # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
+        # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
+        for _ in range(2):
+            self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
 
     def _leaves_parameters_unused(self) -> bool:
-        """Whether a pass does: then DDP needs a static graph, which takes time for each parameter in each step.
+        """Whether a pass does: then DDP looks for them in every pass, which takes time for each parameter.
 
-        Not compiled here: inside DDP a graph is cut at its buckets, and outside it is not.
+        Others may leave out other ones, so that a static graph would not do. Not compiled here: inside DDP a graph is
+        cut at its buckets, and outside it is not.
         """
-        with torch.compiler.set_stance("force_eager"):
-            self._pass_zeros(2)
-        unused = any(p.requires_grad and p.grad is None for p in self._parameters)
-        self.module.zero_grad()
+        own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
+        unused = False
+        for _ in range(LOOKS if own else 1):
+            with torch.compiler.set_stance("force_eager"):
+                self._pass_zeros(2)
+            unused |= any(p.requires_grad and p.grad is None for p in self._parameters)
+            self.module.zero_grad()
         return unused
 
     def _pass_zeros(self, rows: int | None) -> None:
@@ -106,21 +139,7 @@ class DistributedDataParallel(Strategy):
     def outputs(self, inputs: Tensor) -> Tensor:
         if self.wrapped is None or not torch.is_grad_enabled():
             return super().outputs(inputs)
-        try:
-            return self.in_precision(self.wrapped, inputs)
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            name = self.recipe.model.name
-            if self.recipe.accumulate == 1:
-                raise RecipeError(
-                    f"model.name={name} has parameters that some passes use and others do not, which ddp cannot "
-                    "average: use mode=single"
-                ) from None
-            raise RecipeError(
-                f"model.name={name} has parameters that a pass does not use, and ddp cannot accumulate over those: set "
-                "accumulate=1, or mode=single"
-            ) from None
+        return self.in_precision(self.wrapped, inputs)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
         if self.wrapped is None:
@@ -128,12 +147,26 @@ class DistributedDataParallel(Strategy):
         with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
             # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
             size = self.world.size
-            return super().forward_backward(batch, weight * size, sync) / size
+            loss = super().forward_backward(batch, weight * size, sync) / size
+        if sync:
+            self._require_averaged()
+        return loss
+
+    def _require_averaged(self) -> None:
+        """Raises RecipeError where this rank's pass left out what others used: its gradients are no averages."""
+        try:
+            self.wrapped._check_reducer_finalized()  # type: ignore[union-attr]
+        except RuntimeError:
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} left parameters out of this pass, and ddp, which saw it use all "
+                "of them at the start, cannot average the others any more; no weight was changed: use mode=single"
+            ) from None
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is not None:
             self.broadcast_buffers(averages)
+            self.share_extra_state()
 
     def close(self) -> None:
         """Free DDP while others still hold the process group.

@@ -183,6 +183,7 @@ class FullyShardedDataParallel(Strategy):
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.sharded is not None:
             self.broadcast_buffers(averages)
+            self.share_extra_state()
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:

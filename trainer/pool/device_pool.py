@@ -12,7 +12,9 @@ from functools import partial
 from multiprocessing import process, util  # util's own exit handler comes after ours, for ours is registered later
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.argument_checks import check_devices, check_importable, check_worker, one_of, unpicklable
@@ -21,6 +23,7 @@ from trainer.pool.engine import Engine, Start
 from trainer.pool.failures import ItemError
 from trainer.pool.handles import ProcessHandle, ThreadHandle
 from trainer.pool.scheduler import Scheduler, Seat
+from trainer.pool.stream import as_it_is
 from trainer.pool.transport import pack
 from trainer.pool.worker import Caller, Definition
 from trainer.processes import fork_server
@@ -117,7 +120,8 @@ class DevicePool:
         be consumed to its end.
 
         Args:
-            items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles.
+            items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles. A stream may fill the same
+                tensors and arrays again for each item; other objects are to stay as they are until their result comes.
             ordered: in the items' order; else as they are computed.
 
         Raises:
@@ -125,7 +129,8 @@ class DevicePool:
             PredictionError: a worker's setup failed, or the pool was closed.
             Exception: what the iterable raised, after the results of the items before.
         """
-        source = iter(items)
+        # What is there at once is not filled again; a stream's items may be one buffer.
+        source = iter(items) if isinstance(items, Tensor | np.ndarray | list | tuple) else map(as_it_is, items)
         self._engine.check()
         return self._results(source, ordered)
 

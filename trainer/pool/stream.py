@@ -11,8 +11,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
 from trainer.pool.failures import Failure, ItemError, raisable
 from trainer.pool.handles import Answer
+
+
+def as_it_is(item: Any) -> Any:
+    """An item with copies of its tensors and arrays: who made it may fill them again before they are sent."""
+    return tree_map(_copied, item) if isinstance(item, dict | list | tuple) else _copied(item)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray | bytearray) else leaf
 
 
 class Lane:

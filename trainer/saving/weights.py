@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +18,35 @@ from trainer.recipe.text import not_utf8
 from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import StoredTensor, fault_point, parsed, serialised, sync_folder, write_synced
+
+EXTRA_STATE = "_extra_state"  # torch's name, below a module's, for what its get_extra_state() gives
+
+
+def as_bytes(value: Any) -> Tensor:
+    """Anything that pickles, as (n,) uint8."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
+
+
+def from_bytes(data: Tensor, device: str = "cpu") -> Any:
+    """What `as_bytes` was given, of tensors and plain values; tensors of a GPU go to `device`.
+
+    Raises Exception for anything else, of which nothing is executed.
+    """
+    raw = data.numpy().tobytes()
+    return _plain(io.BytesIO(raw), len(raw), device)
+
+
+def _plain(file: Path | io.BytesIO, size: int, device: str = "cpu") -> Any:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
+            if sum(entry.file_size for entry in whole.infolist()) > size:
+                raise ValueError("compressed")
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    place: Any = lambda storage, tag: storage if tag == "cpu" else storage.to(device=torch.device(device))  # noqa: E731
+    return torch.load(file, map_location=place if device != "cpu" else "cpu", weights_only=True)
 
 
 def save_weights(
@@ -100,23 +131,22 @@ def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     model, ema = state.part("model"), state.part("ema")
     kind = "ema" if ema else "model"
     at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    return {name: tensor.read() for name, tensor in {**model, **ema}.items()}, {"format": "pt", "weights": kind, **at}
+    tensors = {**model, **ema, **state.part("extra")}
+    return {name: tensor.read() for name, tensor in tensors.items()}, {"format": "pt", "weights": kind, **at}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
     try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
-                if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
-                    raise ValueError("compressed")
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = _plain(file, file.stat().st_size)
     except Exception as error:  # torch raises about anything here
         advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
         raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
+    if isinstance(content, dict):
+        content = {key: as_bytes(part) if str(key).endswith(EXTRA_STATE) else part for key, part in content.items()}
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{file} holds no dictionary of tensors; give a file with a model's state_dict()")
     return {str(name): tensor for name, tensor in content.items()}

@@ -80,6 +80,7 @@ def restore(run: Run, state: checkpoint.State) -> None:
 
 def _restore(run: Run, state: checkpoint.State) -> None:
     run.strategy.scatter(state.part("model"), run.weights())
+    run.strategy.load_extra_state(state.part("extra"))
     try:
         run.strategy.scatter(state.part("optimizer"), optimizer_state(run.optimizer, run.parameters))
     except ValueError as error:

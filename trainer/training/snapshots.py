@@ -135,6 +135,8 @@ def _copied(run: Run, sealed: bool) -> Parts:
         unlogged = torch.stack(run.unlogged) if run.unlogged else torch.zeros(0)
         mine = {**random_states(run.world.drives), "unlogged": unlogged, **private_tensors(run)}
         parts[part_of_rank(run.world.rank)] = _uncut(mine)
+    if run.world.is_main:
+        parts["extra"] = _uncut(run.strategy.extra_state())
     if sealed and run.world.is_main:
         parts |= {"scaler": _uncut(run.updater.state()), "samples": _uncut(run.samples)}
         parts["outer"] = _uncut(run.strategy.outer_state())

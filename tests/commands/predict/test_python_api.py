@@ -34,7 +34,9 @@ def test_a_model_over_devices_gives_what_one_gives():
     found = predict(model, inputs, devices=["cpu", "cpu"])
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), devices=["cpu", "cpu"]))), expected)
-    assert model.training and predict(model, inputs[:0], devices=["cpu"]) == []
+    none = predict(model, inputs[:0], devices=["cpu"])
+    assert model.training and none.shape == (0, 3) and none.dtype == expected.dtype
+    assert predict(Scaled(), inputs[:0], devices=["cpu"]) == []
     parts = predict(Scaled(), inputs[:3], devices=["cpu"])
     assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
 
@@ -114,6 +116,21 @@ def test_an_endless_stream_is_labelled_as_it_comes():
     stream = predict(nn.Identity(), endless(), devices=["cpu", "cpu"])
     assert [next(stream).item() for _ in range(500)] == list(range(500))
     stream.close()
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
+def test_a_stream_may_fill_one_buffer_again_and_again(kind):
+    """As a camera does, and many a simulation."""
+    inputs = torch.randn(200, 4)
+
+    def refilled():
+        buffer = torch.zeros(4)
+        for row in inputs:
+            buffer.copy_(row)
+            yield buffer if kind is torch.Tensor else buffer.numpy()
+
+    found = torch.stack(list(predict(nn.Identity(), refilled(), devices=["cpu", "cpu"])))
+    assert torch.equal(found, inputs)
 
 
 def test_devices_that_are_not_here():

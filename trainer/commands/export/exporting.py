@@ -15,6 +15,7 @@ from trainer.recipe.known_names import SMALL_MODELS
 from trainer.saving.files import put, remove, writing
 from trainer.saving.locks import lock_alone, open_lock
 from trainer.saving.tensor_files import sync
+from trainer.saving.weights import EXTRA_STATE
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output
@@ -120,7 +121,7 @@ def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int
     return "\n".join([*report, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
 
 
-def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, str, str]:
+def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, ...]:
     """Three lines of Python that give the scores of `images`; `facts` says how these are prepared."""
     path, name = repr(str(target)), repr(FACTS)
     if kind == "onnx":
@@ -146,8 +147,13 @@ def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, str, str]
         )
     if source.recipe.model.name in SMALL_MODELS and source.facts.get("mean"):
         return "from trainer import load", f"run = load({path})", "scores = run.model(images); classes = run.classes"
+    extra = (
+        "weights |= {k: torch.load(io.BytesIO(v.numpy())) for k, v in weights.items() if k.endswith('_extra_state')}"
+    )
+    beside = any(name.endswith(EXTRA_STATE) for name in source.tensors)
     return (
-        "import safetensors.torch",
+        "import io, safetensors.torch, torch" if beside else "import safetensors.torch",
         f"weights = safetensors.torch.load_file({path})",
+        *([extra] if beside else []),
         "model.load_state_dict(weights)  # of the model that your program builds",
     )

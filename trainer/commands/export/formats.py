@@ -3,6 +3,7 @@ what runs the file."""
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
@@ -193,7 +194,7 @@ def to_safetensors(source: ExportSource, path: Path) -> Runner:
     require_finite(path.name, source.tensors)
     facts = {"format": "pt", **source.texts(), **source.metadata, "recipe": recipe}
     write_synced(path, serialised(source.tensors, facts), "export")
-    before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+    before = copy.deepcopy(source.model.state_dict())
 
     def run(inputs: Tensor) -> Tensor:
         initialise(source.model, read_weights(path)[0], str(path), whole=True)

@@ -31,7 +31,8 @@ def predict(
 
     Args:
         model: with its weights, on the CPU or a device; every worker gets a copy of these.
-        inputs: a tensor or array (N, ...), or an iterable of tensors (...), which may be endless.
+        inputs: a tensor or array (N, ...), or an iterable of tensors (...), which may be endless, and one buffer that
+            is filled again for each input.
         devices: as in ["cuda:0", "cuda:1", "cpu"], a worker each; "auto" is every GPU, without one the CPU.
         batch_size: inputs at once; None lets each device find what it handles best.
 
@@ -51,14 +52,15 @@ def predict(
         return _stream(model, _tensors(inputs), names, batch_size)
     outputs: Any = None
     rest: list[Any] = []
-    for row, output in enumerate(_stream(model, inputs.cpu(), names, batch_size)):
+    rows = inputs if len(inputs) else inputs.new_zeros(1, *inputs.shape[1:])  # one tells the shape of none
+    for row, output in enumerate(_stream(model, rows.cpu(), names, batch_size)):
         if isinstance(output, Tensor):
             if outputs is None:
-                outputs = torch.empty(len(inputs), *output.shape, dtype=output.dtype)
+                outputs = torch.empty(len(rows), *output.shape, dtype=output.dtype)
             outputs[row] = output
         else:
             rest.append(output)
-    return rest if outputs is None else outputs
+    return (rest if outputs is None else outputs)[: len(inputs)]
 
 
 def chosen_devices(devices: Sequence[str | torch.device] | str | torch.device) -> list[str]:

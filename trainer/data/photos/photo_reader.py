@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.data import sampling
 from trainer.data.augment import Auto, private_random_state
+from trainer.data.generators import Generators
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
@@ -101,12 +102,14 @@ def resized(image: Tensor, size: list[int]) -> Tensor:
     return F.interpolate(whole, size, mode="bilinear", antialias=True)[0]
 
 
-def seed_draws(seed: int, epoch: int, sample: int) -> None:
-    """Seed torch, NumPy and random, for what a user's data set draws for this sample in this epoch."""
+def seed_draws(seed: int, epoch: int, sample: int) -> int:
+    """Seed torch, NumPy and random, for what a user's data set draws for this sample in this epoch; returns a seed for
+    its own generators."""
     key = int(sampling.hashed(seed, epoch, sample, sampling.ITEM)[0])
     torch.default_generator.manual_seed(key >> 1)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
+    return key
 
 
 @contextmanager
@@ -177,13 +180,18 @@ class Reader:
         """Read the samples of a `Key`."""
         images, labels = self.images[slot], self.labels[slot]
         before = self._uncached
-        with private_draws():
+        with private_draws(), self._generators.restored():
             report = (
                 self._evaluation(images, labels, index)
                 if epoch is None
                 else self._training(images, labels, epoch, index)
             )
         return report._replace(uncached=self._uncached - before)
+
+    @cached_property
+    def _generators(self) -> Generators:
+        """The data set's own. First asked for in the process that reads, which has its own copy of them."""
+        return Generators(getattr(self.source, "items", self.source) if self.draws else None)
 
     @property
     def _uncached(self) -> int:
@@ -247,7 +255,7 @@ class Reader:
                 picture, label = self.pictures.open(sample, self.channels)
                 return prepare(picture), label, []
             if self.draws:
-                seed_draws(self.seed, epoch, place)
+                self._generators.seed(seed_draws(self.seed, epoch, place))
             image, label = self.source.read(sample, self.channels)
             return prepare(self.as_picture(image)), label, []
         except Exception as error:  # decoders and users' data sets raise anything at all

@@ -118,6 +118,7 @@ def _facts(run: Run, over: bool) -> Facts:
         warmup=round(recipe.schedule.warmup_epochs * run.steps_per_epoch),
         throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
+        threads=run.world.threads if run.world.device.type == "cpu" else 1,
         skipped=run.history.nonfinite,
     )
     if run.datasets.synthetic:  # made-up images teach nothing

@@ -189,10 +189,11 @@ def test_a_few_bytes_before_the_end_are_no_damage(tmp_path):
 
 
 def test_what_others_write_to_stderr_is_not_lost(capfd):
-    with libjpeg.heard() as listener:
+    with libjpeg.heard() as complaint:
         os.write(2, b"of another\n")
-        with pytest.raises(ValueError, match="premature end"):
-            listener.check(np.frombuffer(DAMAGES["cut, end marker added"](photo("JPEG", 0), "JPEG"), np.uint8).copy())
+        assert complaint() == ""
+        libjpeg.decode_whole(np.frombuffer(DAMAGES["cut, end marker added"](photo("JPEG", 0), "JPEG"), np.uint8).copy())
+        assert "premature end" in complaint() and complaint() == ""
     assert capfd.readouterr().err == "of another\n"
 
 

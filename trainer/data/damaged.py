@@ -18,7 +18,7 @@ from PIL import Image
 from trainer.data.encoded import EncodedPhotos, encoded, ends, header_file
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos import libjpeg
-from trainer.data.photos.decoding import formats, open_encoded, reason, without_warnings
+from trainer.data.photos.decoding import formats, reason, without_warnings
 from trainer.data.photos.photo_reader import held_out
 from trainer.data.sets import Datasets, ImageSet
 from trainer.processes.resources import cores
@@ -33,6 +33,7 @@ TOGETHER, WAITING = 256, 16  # photos of a piece of work, and threads, which mos
 JPEG, PNG, WEBP = (b"\xff\xd8", b"\xff\xd9"), (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"), (b"RIFF", b"WEBP")
 
 Damaged = tuple[str, str, str]  # train or val, path, reason
+Fault = tuple[int, str]  # an image's number, reason
 
 
 def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
@@ -73,15 +74,16 @@ def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:
     pool = ThreadPoolExecutor(threads)
     try:
         with without_warnings():
-            if full:
-                for split, part, share in shares:
-                    damaged += [(split, part.where(index), why) for index, why in _undecodable(part, share, data, pool)]
-                    progress.more(len(share))
-                return damaged
-            asked = {pool.submit(_unreadable, part, share, data): (split, part, share) for split, part, share in shares}
+            asked = {
+                pool.submit(_unreadable, part, share, data): (split, part, len(share))
+                for split, part, share in shares * (not full)
+            }
             for done in as_completed(asked):
-                split, part, share = asked[done]
+                split, part, count = asked[done]
                 damaged += [(split, part.where(index), why) for index, why in done.result()]
+                progress.more(count)
+            for split, part, share in shares * full:
+                damaged += [(split, part.where(index), why) for index, why in _undecodable(part, share, data, pool)]
                 progress.more(len(share))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -89,35 +91,27 @@ def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:
     return damaged
 
 
-def _unreadable(part: EncodedPhotos, share: Sequence[int], data: Datasets) -> list[tuple[int, str]]:
+def _unreadable(part: EncodedPhotos, share: Sequence[int], data: Datasets) -> list[Fault]:
     """Those of a share that do not look whole and cannot be read, and why."""
     suspects = (index for index in share if not looks_whole(part.address(index)))
     return [(index, why) for index in suspects if (why := _fault(part, data, index))]
 
 
-def _undecodable(
-    part: EncodedPhotos, share: Sequence[int], data: Datasets, pool: ThreadPoolExecutor
-) -> list[tuple[int, str]]:
+def _undecodable(part: EncodedPhotos, share: Sequence[int], data: Datasets, pool: ThreadPoolExecutor) -> list[Fault]:
     """Those of a share that cannot be decoded without a complaint, and why. No other thread decodes meanwhile."""
-    with libjpeg.heard() as listener:
-        reasons = [*pool.map(partial(_fault, part, data, whole=True), share)]
-        if listener.take():  # of some of them: one after the other tells which
-            reasons = [
-                why or _fault(part, data, index, listener=listener) for index, why in zip(share, reasons, strict=True)
-            ]
-    return [(index, why) for index, why in zip(share, reasons, strict=True) if why]
+    with libjpeg.heard() as complaint:
+        look = partial(_fault, part, data, whole=True)
+        faults = [*pool.map(look, share)]
+        if complaint():  # of some of them: one after the other tells which
+            faults = [fault or said for fault, said in ((look(index), complaint()) for index in share)]
+    return [(index, why) for index, why in zip(share, faults, strict=True) if why]
 
 
-def _fault(
-    part: EncodedPhotos, data: Datasets, index: int, whole: bool = False, listener: libjpeg.Listener | None = None
-) -> str:
-    """Why an image cannot be decoded, as for evaluation or `whole`, or what a listener hears; empty if it is fine."""
+def _fault(part: EncodedPhotos, data: Datasets, index: int, whole: bool = False) -> str:
+    """Why an image cannot be decoded, as for evaluation or `whole`; empty where it can."""
     try:
-        bytes_ = encoded(part.address(index))
-        picture = open_encoded(bytes_, data.channels, part.pixel_range)
-        if listener is not None:
-            listener.check(bytes_)
-        if not (whole and libjpeg.decode_whole(bytes_)):
+        picture, _ = part.open(index, data.channels)
+        if not (whole and libjpeg.decode_whole(encoded(part.address(index)))):
             held_out(picture, data.image_size)
     except Exception as error:  # decoders raise anything at all
         return reason(error)

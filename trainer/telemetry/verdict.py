@@ -127,81 +127,66 @@ def shares(measured: StepParts) -> dict[Part, float]:
 
 
 def judge(
-    measured: StepParts,
-    seconds: Mapping[str, float],
-    recipe: Recipe,
-    setting: Setting,
-    probe_seconds: float = 0.0,
+    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0,
     warnings: Mapping[str, str] | None = None,
-) -> Verdict:
+) -> Verdict:  # fmt: skip
     """What bounds the step; `seconds` are of the run's parts, "steps" among them.
 
-    The sentence has a line for each advice, what matters most first: `warnings` by their kinds, of learning before
-    those of the machine, then the step, last all that the run is too short for.
+    A line for each advice: `warnings` by their kinds, of learning before those of the machine, then the step, last what
+    the run is too short for.
     """
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"
     overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
-    total = sum(seconds.values())
-    run = {name: spent / total for name, spent in seconds.items()}
-    reading = setting.reading if bound == "data" else None
-    lines = dict(warnings or {})
-    short = [lines.pop("rate")] if "rate" in lines else []
-    of_machine = {kind for kind in lines if kind in ("cores", "throttled") or kind.startswith("rank ")}
-    hidden, idle = _hidden(measured), _idle(measured)
-    sentence = _bound(bound, measured, setting, recipe, overrides)
-    if bound in ("compute", "bubble"):
-        sentence += f"; {idle}" if idle else ""
-        short = [hidden, *short] if hidden else short
-    if overrides and not of_machine:  # on a machine that others use, the measured shares are not the recipe's
-        words = " or ".join(overrides)
-        if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
-            gain = min(setting.reading.whole / setting.reading.cached, 1 / max(1 - parts["data"], 0.01))
-            words = words.replace(CACHE, f"{CACHE} ({gain:.1f} times the images/s)")
-        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {words}"
-    told = [lines[kind] for kind in sorted(lines, key=of_machine.__contains__)] + [sentence]
-    apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
-    if run.get("steps", 1.0) < 0.5:
-        most = f"steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
-        (short if apart == "start-up" else told).insert(0 if apart == "start-up" else len(told), most)
-    told += [f"{SHORT}{'; '.join(short)}"] if short else []
-    unmeasured = "; ".join([idle] * bool(idle) + [f"{SHORT}{hidden}"] * bool(hidden)) or None
-    return Verdict(bound, "\n".join(told), overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
-
-
-def _bound(bound: Part, measured: StepParts, setting: Setting, recipe: Recipe, overrides: Sequence[str]) -> str:
-    """What bounds the step, and what is known of it."""
-    sentence = PHRASES[bound].format(share=shares(measured)[bound])
+    told = dict(warnings or {})
+    short = [told.pop(kind) for kind in ("rate",) if kind in told]
+    of_machine = {kind for kind in told if kind in ("cores", "throttled") or kind.startswith("rank ")}
+    lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
+    sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
         sentence += ", which are prepared in the training process"
-    if bound == "data" and (reading := setting.reading) is not None:
+    reading = setting.reading if bound == "data" else None
+    if reading is not None:
         times = {"reading files": reading.read, "decoding": reading.decode, "transforming": reading.transform}
         spent = ", ".join(f"{seconds / reading.whole:.0%} on {name}" for name, seconds in times.items())
         sentence += f": a reader spends {spent}"
     if bound == "bubble" and _uneven(measured.busy):
         slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
-        times_mean = max(measured.busy) / (sum(measured.busy) / len(measured.busy))
-        sentence += f": stage {slowest} works {times_mean:.1f} times as long as the mean stage"
+        ratio = max(measured.busy) / (sum(measured.busy) / len(measured.busy))
+        sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
-    return sentence
+    idle, hidden = _unmeasured(measured)
+    if bound in ("compute", "bubble"):
+        sentence, short = "; ".join([sentence, *idle]), hidden + short
+    if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
+        words = " or ".join(overrides)
+        if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
+            gain = min(setting.reading.whole / setting.reading.cached, 1 / max(1 - parts["data"], 0.01))
+            words = words.replace(CACHE, f"{CACHE} ({gain:.1f} times the images/s)")
+        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {words}"
+    total = sum(seconds.values())
+    run = {name: spent / total for name, spent in seconds.items()}
+    apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
+    rest = [f"steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"]
+    rest *= run.get("steps", 1.0) < 0.5
+    short, rest = (rest + short, []) if apart == "start-up" else (short, rest)
+    lines += [sentence, *rest, *([SHORT + "; ".join(short)] if short else [])]
+    unmeasured = "; ".join([*idle, *(SHORT + note for note in hidden)]) or None
+    return Verdict(bound, "\n".join(lines), overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
 
 
-def _hidden(measured: StepParts) -> str:
-    """What a longer run would tell of communication."""
+def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
+    """What GPUs may have waited for launches, and what a longer run would tell of communication."""
+    idle, hidden = _launching(measured), []
     if measured.communication is None:
-        return "communication was not measured"
-    if not measured.at_most:
-        return ""
-    share = min(1.0, measured.communication / measured.step)
-    return f"up to {share:.0%} of the step may be communication that computing does not hide"
-
-
-def _idle(measured: StepParts) -> str:
-    share = _launching(measured)
-    told = f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages"
-    return told if share > LITTLE else ""
+        hidden = ["communication was not measured"]
+    elif measured.at_most:
+        share = min(1.0, measured.communication / measured.step)
+        hidden = [f"up to {share:.0%} of the step may be communication that computing does not hide"]
+    note = f"up to {idle:.0%} of the step more may be idle, GPUs waiting for launches within stages"
+    return [note] * (idle > LITTLE), hidden
 
 
 def _launching(measured: StepParts) -> float:

@@ -24,15 +24,6 @@ SMALLEST = {  # of the families of torchvision's models
     "squeezenet1_1": "squeezenet", "swin_t": "swin", "swin_v2_t": "swinv2", "vgg11": "vgg", "vit_b_16": "vit",
     "wide_resnet50_2": "wideresnet",
 }  # fmt: skip
-_NODES = "nnodes num_nodes n_nodes num_machines nodes"
-_ADDRESS = "node_rank machine_rank master_addr main_process_ip master_port main_process_port"
-
-
-def _of(command: str, names: str) -> str:
-    """Names that a command alone reads so."""
-    return " ".join(f"{command}:{name}" for name in names.split())
-
-
 # Keys, of ours or of others (COMMAND:KEY for one command alone): what to type, and for which values.
 _VALUES: dict[str, dict[str, str]] = {
     "mode": {
@@ -62,13 +53,13 @@ _VALUES: dict[str, dict[str, str]] = {
     "cuda use_cuda use_gpu": {"devices=auto": "YES none null nil", "devices=[cpu]": "NO", "device={value}": "*"},
     "nproc": {"(without nproc= there is a process for every GPU: leave it out)": "-1 auto all gpu gpus max cpu"},
     "modes": {"(without modes= all of them are compared: leave it out)": "all"},
-    _NODES: {"NNODES={value} (on each node; see guide nodes)": "*"},
+    "nnodes num_nodes n_nodes num_machines nodes": {"NNODES={value} (on each node; see guide nodes)": "*"},
     "node_rank machine_rank": {"NODE_RANK={value}": "*"},
     "master_addr main_process_ip": {"MASTER_ADDR={value}": "*"},
     "master_port main_process_port": {"MASTER_PORT={value}": "*"},
-    _of("submit", _NODES): {"nodes={value}": "*"}, _of("submit", "mem"): {"memory={value}": "*"},
-    _of("submit", "time_limit max_time"): {"time={value}": "*"},
-    _of("submit", "cpus_per_task c"): {"cpus={value}": "*"},
+    "submit:nnodes submit:num_nodes submit:n_nodes submit:num_machines": {"nodes={value}": "*"},
+    "submit:mem": {"memory={value}": "*"}, "submit:cpus_per_task submit:c": {"cpus={value}": "*"},
+    "submit:time_limit submit:max_time": {"time={value}": "*"},
     "batch_size": {"(plan says beforehand what fits into memory)": "-1 auto"},
     "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu batch_size_per_gpu": {
         "(batch_size= is over all devices: {value} times their number)": "*"
@@ -155,15 +146,10 @@ _VALUES: dict[str, dict[str, str]] = {
     "disable_tqdm no_progress_bar": {"logging.progress=true": "NO", "logging.progress=false": "*"},
 }  # fmt: skip
 
-_ON_ONE_NODE = ("compare", "sweep", "predict")
 # What there is nothing to type for: why, and what others call it.
 _LEFT_OUT = {
     "torchrun, srun and mpirun start ranks on several machines, see guide nodes": "local_rank rank rdzv_backend "
-    "rdzv_endpoint dist_url hostfile hosts H launcher gres ntasks ntasks_per_node partition "
-    f"{_of('evaluate', f'{_NODES} {_ADDRESS}')}",
-    "the script of the job says on each node which one it is": _of("submit", _ADDRESS),
-    "nproc= of plan is the processes of all nodes": _of("plan", f"{_NODES} {_ADDRESS}"),
-    "it runs on one node": " ".join(_of(command, f"{_NODES} {_ADDRESS}") for command in _ON_ONE_NODE),
+    "rdzv_endpoint dist_url hostfile hosts H launcher gres ntasks ntasks_per_node partition",
     "memory is what the machine has; the command plan says what a run needs": "mem mem_per_cpu auto_find_batch_size",
     "predictions are always written, into the folder output=, see guide predict": "predict:save predict:save_txt "
     "predict:save_conf",

@@ -239,12 +239,13 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
     images = torch.empty(len(folder), size, size, channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
     # In one thread: images are so small that several contend for the interpreter lock and take longer.
-    with libjpeg.heard() if recipe.data.check == "full" else nullcontext() as listener:
+    with libjpeg.heard() if recipe.data.check == "full" else nullcontext() as complaint:
         for index in range(len(folder)):
             try:
                 images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
-                if listener is not None:
-                    listener.check(encoded(folder.address(index)))
+                if complaint:
+                    libjpeg.decode_whole(encoded(folder.address(index)))
+                    failures |= {index: why} if (why := complaint()) else {}
             except Exception as error:  # decoders raise anything at all
                 failures[index] = reason(error)
     named = tuple((folder.where(index), failures[index]) for index in sorted(failures))

@@ -1,6 +1,7 @@
 """What libjpeg says of a damaged JPEG that it decodes all the same: torchvision lets it write to this process's stderr.
 
-Only the first complaint of a picture is written.
+It writes only the first complaint of a picture. A few bytes between the last pixel and the end marker are no damage:
+some cameras and editors leave them.
 """
 
 from __future__ import annotations
@@ -8,39 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from trainer.data.photos.decoding import Bytes, jpeg_pixels
 
-COMPLAINT = re.compile(r"^(?:Corrupt JPEG data: |Premature end of JPEG).*\n", re.M)
-# Some cameras and editors leave a few bytes between the last pixel and the end marker.
-HARMLESS = re.compile(r"Corrupt JPEG data: \d extraneous bytes before marker 0xd9")
-
-
-class Listener:
-    """Hears this process's stderr."""
-
-    def __init__(self, file: int) -> None:
-        self._file, self._heard = file, 0
-        self.others = ""  # what is no complaint of libjpeg's
-
-    def take(self) -> str:
-        """The first complaint since it was last asked; empty where there is none."""
-        text = os.pread(self._file, os.fstat(self._file).st_size - self._heard, self._heard)
-        self._heard += len(text)
-        words = text.decode(errors="replace")
-        self.others += COMPLAINT.sub("", words)
-        return next((said.strip() for said in COMPLAINT.findall(words) if not HARMLESS.match(said)), "")
-
-    def check(self, data: Bytes) -> None:
-        """Raises ValueError where libjpeg complains of an image's bytes, while nothing else is decoded."""
-        decode_whole(data)
-        if complaint := self.take():
-            raise ValueError(complaint)
+WORDS = re.compile(rb"^(Corrupt JPEG data: |Premature end of JPEG)(\d extraneous bytes before marker 0xd9)?.*\n", re.M)
 
 
 def decode_whole(data: Bytes) -> bool:
@@ -51,20 +27,23 @@ def decode_whole(data: Bytes) -> bool:
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[Listener]:
-    """Within this block, what is written to this process's stderr is heard first, and written there afterwards."""
+def heard() -> Iterator[Callable[[], str]]:
+    """Within this block stderr is heard, and written to afterwards. Gives what tells the first complaint since it was
+    last asked; empty where there is none."""
     with tempfile.TemporaryFile() as file:
-        listener = Listener(file.fileno())
-        try:
-            stderr = os.dup(2)
-        except OSError:  # it is closed
-            stderr = os.open(os.devnull, os.O_WRONLY)
+        place, stderr = 0, os.dup(2)
         os.dup2(file.fileno(), 2)
+
+        def complaint() -> str:
+            nonlocal place
+            text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size - place, place)
+            place += len(text)
+            return next((said[0].decode().strip() for said in WORDS.finditer(text) if not said[2]), "")
+
         try:
-            yield listener
+            yield complaint
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            listener.take()
-            if listener.others:
-                print(listener.others, end="", file=sys.stderr, flush=True)
+            file.seek(0)
+            os.write(2, WORDS.sub(b"", file.read()))

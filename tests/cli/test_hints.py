@@ -1,0 +1,217 @@
+"""What the product tells people to type works: each `key=value` and each command in its messages is a word that is
+taken, with a value that is taken, and commands that it answers are typed as they stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import BARE, PROJECT, WHOLE, ok, suggested, told_to_type, trainer
+from tests.guide import shell
+from trainer.cli.dialects.other_values import OTHER_VALUES
+from trainer.cli.grammar import read
+from trainer.cli.guide import topics
+from trainer.cli.known_keys import COMMANDS, EVERY_WORD, WANTS, our_name
+from trainer.errors import RecipeError, TrainerError
+from trainer.recipe import MODES, load
+from trainer.recipe.key_reference import shown_keys
+from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.reflection import READERS, defaults, sections
+from trainer.recipe.search_space import is_swept
+from trainer.recipe.text import shown
+
+OPEN = "{}"  # stands for what a message fills in
+# Words that are no key and no word of a command line, by what they are.
+OTHERS = {
+    "words of one command": "checkpoint format yes minutes extends measured kind",
+    "arguments of Python's": "data model model__init_from on_epoch on_step flavour item_timeout optimizer__lr img_size "
+    "optimizer__name num_classes in_chans extra_files _extra_files requires_grad reduction words daemon value init_from",
+    "a shell's, in the script of a job": "folder code variant variants folders",
+    "of other programs": "size iommu sep timeout device",
+    "what stands for any": "key w m object_type",
+}
+WORDS = {*defaults(), *sections(), *EVERY_WORD, *" ".join(OTHERS.values()).split()}
+WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
+# A key may want another beside it.
+BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]
+BESIDE += [[f"{key.partition('.')[0]}.name={reader}"] for key, readers in READERS.items() for reader in readers]
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Each text of a module but its docstrings; `OPEN` stands for what it fills in."""
+    tree = ast.parse(source)
+    within = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else OPEN for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in within | told:
+            yield node.lineno, node.value
+
+
+def faults(text: str) -> Iterator[str]:
+    """What a message tells to type, and nobody takes."""
+    for key, value in WORD.findall(text):
+        if key not in WORDS and OPEN not in key:
+            yield f"{key}= is no key"
+        elif (
+            key in defaults() and (value := value.rstrip(".")) and not re.search(r"[{}<>]|[A-Z]{4}|\.\.\.|^'?x", value)
+        ):
+            if not any(taken(f"{key}={value}", beside) for beside in BESIDE):
+                yield f"{key}={value} is not taken"
+    for command in re.findall(r"python -m trainer ([a-z]+)(?![\w=.])", text):
+        if command not in COMMANDS:
+            yield f"{command} is no command"
+    for command in commands(text):
+        try:
+            shell.check(command)
+        except (TrainerError, AssertionError) as error:
+            yield f"{command}: {error!r}"
+    for page in re.findall(r"(?:see|python -m trainer) guide ([a-z]+)", text):
+        if page not in (*topics(), "answers"):
+            yield f"guide {page} is no page"
+    for section in {*re.findall(r"recipes keys ([a-z_]+(?:\.[a-z_]+)*)", text)} - {
+        "explains",
+        "lists",
+        "shows",
+        "takes",
+    }:
+        try:
+            shown_keys(section)
+        except RecipeError as error:
+            yield str(error)
+
+
+def taken(word: str, beside: Sequence[str]) -> bool:
+    key, _, value = word.partition("=")
+    if value.count("[") != value.count("]") or is_swept(key, value):
+        return True
+    try:
+        load("digits", *(other for other in beside if other.partition("=")[0] != key), word)
+    except RecipeError:
+        return False
+    return True
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of training, planning and the like that a text holds, with examples in place of what it fills in."""
+    for found in re.findall(
+        r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit \w+)? ?\S*=[^,;:(]*)", text
+    ):
+        words = [word.strip("'.`") for word in found.split()]
+        count = next((n for n, word in enumerate(words) if "=" not in word and word not in (*COMMANDS, "slurm")), None)
+        filled = [
+            re.sub(r"=.*(\{\}|NAME|RUN).*", "=digits" if word.startswith("recipe=") else "=RUN", word)
+            for word in words[:count]
+        ]
+        if filled:
+            yield shlex.join(["python", "-m", "trainer", *filled])
+
+
+FILES = sorted((PROJECT / "trainer").rglob("*.py"))
+
+
+def test_what_messages_tell_to_type_is_taken() -> None:
+    found = [
+        f"{path.relative_to(PROJECT)}:{line}: {fault}"
+        for path in FILES
+        for line, text in texts(path.read_text())
+        for fault in faults(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the loss grows: try optimizer.rate=0.1",
+        "use precision=bf17",
+        "set {} or mode=dpp",
+        "type python -m trainer trian recipe=digits",
+        "type python -m trainer recipe=digits epochs=many",
+        "see guide speeed",
+        "see recipes keys optimizzer",
+    ],
+)
+def test_a_hint_that_does_not_work_is_found(text: str) -> None:
+    assert [*faults(text)] and not [*faults(text.replace(text, "use precision=bf16, or mode=ddp nproc=2"))]
+
+
+# A command line that is answered by another one, and what that one has to print.
+ANSWERED = {
+    "submit slurm recipe=digits nnodes=2 nproc=2 time=01:00:00 cpus=8": "--nodes=2",
+    "submit slurm recipe=digits nproc=2 --time-limit 01:00:00 cpus=8": "--time=01:00:00",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 --cpus-per-task 3": "--cpus-per-task=3",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 --mem 16GiB": "--mem=16384M",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 node_rank=1": "#SBATCH",
+    "submit kubernetes recipe=digits num_nodes=2 nproc=2 cpus=8 memory=16GiB image=I claim=C": "completions: 2",
+    "recipes keys optimzer": "optimizer.lr",
+    "recipes digts": "extends",
+    "recipes key lr": "optimizer.lr",
+    "guides memory": "memory",
+}
+
+
+@pytest.mark.parametrize("typed", ANSWERED)
+def test_the_command_of_an_answer_does_what_was_asked_for(typed: str, tmp_path: Path) -> None:
+    done = trainer(*shlex.split(typed), cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    [told] = told_to_type(done.stderr)
+    variables, _, words = told.partition("python -m trainer ")
+    assert ANSWERED[typed] in ok(*shlex.split(words), cwd=tmp_path).stdout and not variables
+
+
+# Trainings that are refused, each with the word to type instead.
+TINY = ["recipe=digits", "model.name=mlp", "epochs=1", "max_steps=1", "schedule.warmup_epochs=0", *WHOLE, *BARE]
+REFUSED = [
+    ["mode=single", "accumulate=2", "batch_size=97"],
+    ["mode=single", "model.name=mlpp"],
+    ["mode=single", "nproc=2"],
+    ["mode=pipeline", "model.name=cnn", "pipeline.schedule=gpipe"],
+    ["mode=single", "data.name=digit"],
+    ["mode=ddp", "nproc=2", "batch_size=97"],
+    ["mode=single", "output=run"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_the_word_of_a_refusal_trains(words: list[str], tmp_path: Path) -> None:
+    if "output=run" in words:
+        ok(*TINY, *words, cwd=tmp_path)
+    given = {word.partition("=")[0]: word for word in [*TINY, "output=run", *words]}
+    done = trainer(*given.values(), cwd=tmp_path)
+    assert done.returncode in (2, 8), done.stdout
+    first, *_ = [*suggested(done.stderr), *re.findall(r"or (nproc=\d)", done.stderr)]
+    given |= {first.partition("=")[0]: first}
+    if first.startswith("mode="):
+        given.setdefault("nproc", "nproc=2")
+    ok(*given.values(), cwd=tmp_path)
+
+
+COMMAND_LINES = {command: " ".join([command, *WANTS[command]]) for command in ("train", "plan", "compare", "submit")}
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_what_another_programs_word_is_answered_with_is_a_command(command: str) -> None:
+    """All such words, each with a value that its key here takes; no command but training is told of its nodes."""
+    odd = []
+    for name in sorted({*OTHER_KEYS, *(name.rpartition(":")[2] for name in OTHER_VALUES)} - {"hub"}):
+        ours = our_name(name, EVERY_WORD)
+        values = [shown(defaults()[ours]) if ours in defaults() else "2", *OTHER_VALUES.get(name, {})]
+        for value in [value for value in values if value not in ("*", "2") or not ours]:
+            try:
+                read([*shlex.split(COMMAND_LINES[command]), f"{name}={value}"])
+            except TrainerError as error:
+                told = str(error).rpartition(" type ")[2]
+                try:
+                    shell.check(told)
+                except (TrainerError, AssertionError) as wrong:
+                    odd.append(f"{name}={value}: {told}: {wrong}")
+    assert odd == []

@@ -219,14 +219,6 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
     return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
 
 
-def jumped(jumps: Sequence[tuple[int, float, float]], recipe: Recipe) -> str:
-    """Of losses that jumped: steps, losses, and medians before."""
-    step, loss, before = jumps[-1]
-    again = f"; there were {len(jumps)} such jumps" if len(jumps) > 1 else ""
-    tried = _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
-    return f"the training loss jumped from {before:.4g} to {loss:.4g} at step {step}{again}: the steps are large{tried}"
-
-
 def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
     """Of a rank that holds up the others, `where` it runs, and what keeps that machine from computing."""
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "

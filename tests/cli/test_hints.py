@@ -110,13 +110,15 @@ def commands(text: str) -> Iterator[str]:
             yield shlex.join(["python", "-m", "trainer", *filled])
 
 
-FILES = sorted((PROJECT / "trainer").rglob("*.py"))
+ROOMS = sorted({path.relative_to(PROJECT / "trainer").parts[0] for path in (PROJECT / "trainer").rglob("*.py")})
 
 
-def test_what_messages_tell_to_type_is_taken() -> None:
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_messages_tell_to_type_is_taken(room: str) -> None:
+    place = PROJECT / "trainer" / room
     found = [
         f"{path.relative_to(PROJECT)}:{line}: {fault}"
-        for path in FILES
+        for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
         for line, text in texts(path.read_text())
         for fault in faults(text)
     ]

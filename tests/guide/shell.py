@@ -151,6 +151,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         assert words[0] in (*COMMANDS, "--help")
         return
     command, rest = read(words)
+    assert command in ("train", "predict", "evaluate") or not {"NNODES", "NODE_RANK", "MASTER_ADDR"} & {*variables}
     if command == "train":
         own, rest = split_words(rest, ("recipe", "nproc", "max_restarts", "plugin"))
         recipe = load(own.get("recipe"), *rest)

@@ -159,6 +159,8 @@ def test_a_class_that_may_still_come(changes):
 
 def test_the_machine():
     assert "55%" in told(strain=Strain(9.0, 0.55))["cores"]
+    assert suggested(told(strain=Strain(9.0, 0.55), threads=2)["cores"]) == ["threads=1"]
+    assert suggested(told(strain=Strain(9.0, 0.55))["cores"]) == []
     assert told(strain=Strain(9.0, 0.15)) == told(strain=Strain(0.5, 0.55)) == {}
     assert suggested(told(strain=Strain(9.0, quota=2.5))["throttled"]) == ["threads=2"]
     assert "nvidia-smi" in told(strain=Strain(9.0, throttled="cuda:0 by heat"))["throttled"]

@@ -158,6 +158,35 @@ def test_what_could_not_be_measured_is_said():
     assert most.step["communication"] == 0
 
 
+MANY = {
+    "rank 1": "rank 1 was slower", "learning rate": "the rate still rises", "cores": "others kept the cores",
+    "rate": "images/s vary: measure longer: try epochs=100",
+}  # fmt: skip
+
+
+def test_each_advice_is_a_line_and_what_matters_most_is_the_first():
+    def said(recipe="mode=ddp", run=RUN, **warnings):
+        found = judge(StepParts(1, communication=0.3, at_most=True), run, load(None, recipe), Setting(2), 0, warnings)
+        return found.sentence.splitlines()
+
+    brief = {"steps": 1.0, "start-up": 4.0}
+    first, *machine, step, short = said(run=brief, **MANY)
+    assert first == MANY["learning rate"] and machine == [MANY["rank 1"], MANY["cores"]]
+    assert "100% of the step" in step and "try" not in step
+    assert "too short" in short and all(word in short for word in ("30%", "start-up", "80%", MANY["rate"]))
+    assert len(said()) == 2 and len(said("mode=single")) == 2, "the step, and what the run is too short for"
+    _, apart = judge(StepParts(1), {"steps": 2.0, "evaluation": 6.0}, load(None), Setting()).sentence.splitlines()
+    assert "evaluation" in apart and "too short" not in apart
+
+
+def test_where_others_keep_the_cores_nothing_is_tried():
+    def said(warnings):
+        return judge(StepParts(1, data=0.6), RUN, load(None, "mode=single"), Setting(cores=8, workers=4), 0, warnings)
+
+    assert "data.workers=8" in said({}).sentence and "data.workers=8" not in said({"cores": "busy"}).sentence
+    assert said({"cores": "busy"}).overrides == said({}).overrides
+
+
 def test_the_guide_names_the_parts_of_a_step():
     table = (GUIDE / "speed.md").read_text().partition("| part | what it is |\n| --- | --- |\n")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \| [a-z]", table, re.M) == [*PARTS]

@@ -23,14 +23,17 @@ trainer.train("digits", mode="single", model="mlp", on_step=look, **{"logging.ev
 """
 
 
-def spoken(known, capsys):
+def spoken(known, capsys, name="r"):
     """The banner's lines."""
     tracker = object.__new__(Tracker)
     tracker._bar = None
-    facts = {"mode": "ddp, 2 ranks, 1 thread each", "model": "m", "data": "d", "steps": "s", "folder": "x", **known}
+    facts = {"mode": "ddp, 2 ranks, 1 thread each", "model": "m", "computes": "fp32", "data": "d", "steps": "s"}
+    facts |= {"folder": "x", **known}
     world = SimpleNamespace(devices=("cpu:0", "cpu:1"))
     tracker.path = "my run"
-    banner.say(SimpleNamespace(tracker=tracker, facts=facts, world=world, recipe=SimpleNamespace(name="r", mode="ddp")))
+    banner.say(
+        SimpleNamespace(tracker=tracker, facts=facts, world=world, recipe=SimpleNamespace(name=name, mode="ddp"))
+    )
     return capsys.readouterr().out.splitlines()
 
 
@@ -59,8 +62,37 @@ def test_few_lines_however_much_there_is_to_say(count, capsys, monkeypatch):
     known = {f"note{n}": f"{n} " + "words that go on " * 40 for n in range(count)}
     lines = spoken({**known, "balance": "urgent"}, capsys)
     assert len(lines) <= LINES and all(len(line) <= COLUMNS for line in lines)
-    assert lines[0].endswith("ddp on 2 x cpu") and lines[4].split() == ["balance", "urgent"]
+    assert lines[0].endswith("ddp on 2 x cpu, fp32") and lines[4].split() == ["balance", "urgent"]
     assert lines[-1].endswith("python -m trainer runs show 'my run'")
+
+
+LONG = {
+    "model": "timm/vit_base_patch14_reg4_dinov2.lvd142m on 3 x 518 x 518, 86,580,480 parameters",
+    "computes": "bf16, channels_last, compile, sync_bn, ema 0.9999",
+    "data": "photos_of_all_the_birds_and_bats_of_2019: 1,281,167 training images, 50,000 held out, 1000 classes",
+    "steps": "90 epochs x 5004 steps, 400000 in all at most, of 256 images, 8 x 32 a device, in 2 pieces of 16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wide", [100, 80, 60, 40])
+@pytest.mark.parametrize("name", ["resnet50", "the_one_with_a_longer_warmup_and_without_mixup_2"])
+def test_long_names_are_cut_and_no_facts(wide, name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(wide))
+    lines = spoken({**LONG, "balance": "urgent"}, capsys, name)
+    assert all(len(line) <= wide for line in lines[:-1]) and (wide < 80 or len(lines) <= LINES), lines
+    text = " ".join(" ".join(lines).split())
+    whole = [LONG["computes"], LONG["steps"], "balance urgent", "ddp on 2 x cpu", *LONG["model"].split(" on ")[1:]]
+    assert [part for part in [*whole, LONG["data"].split(": ")[1]] if part not in text] == []
+    assert "timm" in text and ("resnet50" in text or "the_" in text)
+
+
+def test_what_it_computes_in_is_told_by_a_run_of_a_long_name(tmp_path):
+    name = "the_one_with_a_longer_warmup_and_without_mixup_of_the_second_week"
+    (tmp_path / f"{name}.yaml").write_text("extends: digits\nprecision: bf16\n")
+    words = [f"recipe={name}.yaml", "mode=single", "max_steps=1", "epochs=1", *QUIET, "output=run"]
+    head, *_ = ok(*words, cwd=tmp_path).stdout.splitlines()
+    assert head.endswith("bf16, channels_last") and len(head) <= COLUMNS and "the_one" in head
+    assert result(tmp_path / "run")["facts"]["computes"] == "bf16, channels_last"
 
 
 def test_a_single_note_may_take_what_room_there_is(capsys):

@@ -56,7 +56,7 @@ def slow(tmp_path: Path) -> Path:
 def judged(folder: Path, *words: str) -> dict:
     done = ok(*words, *SMALL, "output=run", cwd=folder)
     found = result(folder / "run")["verdict"]
-    assert f"verdict {found['sentence']}" in " ".join(done.stdout.split())  # it is wrapped
+    assert f"verdict {' '.join(found['sentence'].split())}" in " ".join(done.stdout.split())  # it is wrapped
     assert sum(found["step"].values()) == pytest.approx(1) and sum(found["run"].values()) == pytest.approx(1)
     assert found["probe_seconds"] <= 0.02 * result(folder / "run")["seconds"]  # 1 %, and the last pass's surprise
     return found

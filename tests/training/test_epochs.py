@@ -84,7 +84,7 @@ def test_a_rate_that_says_nothing_is_not_told(tmp_path):
     """And what goes wrong is told, also where there is no verdict to begin with it."""
     assert "4,698 images/s" in told(tmp_path)["done"] and "warning" not in told(tmp_path)
     lines = told(tmp_path, warnings={"rate": "it scatters", "loss": "it grows"})
-    assert "4,698" not in lines["done"] and lines["warning"] == "it scatters. It grows"
+    assert "4,698" not in lines["done"] and lines["warning"].splitlines() == ["it scatters", "it grows"]
 
 
 def test_a_bubble_is_one_figure(tmp_path):

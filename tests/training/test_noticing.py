@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.command_line import losses, ok, result, suggested
+from tests.command_line import ok, result, suggested
 from tests.telemetry.event_values import scalars
 from trainer.recipe import load
 from trainer.saving.journal import read_journal
@@ -154,38 +154,6 @@ def test_a_machine_that_cannot_compute(tmp_path):
     for words in (["other programs", "55%", "type top"], ["cuda:1 by heat", "type nvidia-smi"]):
         [line] = [line for line in meanwhile if words[0] in line]
         assert all(word in line and word in end["verdict"]["sentence"] for word in words)
-
-
-JUMPS = """
-    from torch import nn
-    from trainer import register_model
-
-    class Jumps(nn.Sequential):
-        passes = 0
-
-        def forward(self, images):
-            out = super().forward(images)
-            self.passes += self.training
-            return out + 99 * out.detach() if self.passes in range(50, 53) else out
-
-    @register_model("jumps")
-    def jumps(num_classes, channels, image_size):
-        return Jumps(nn.Flatten(), nn.Linear(channels * image_size ** 2, 32), nn.ReLU(), nn.Linear(32, num_classes))
-"""
-
-
-def test_a_loss_that_jumps_is_marked(tmp_path):
-    """At once, at its step, in the journal and in TensorBoard; among the warnings also where it has come back."""
-    (tmp_path / "jumping.py").write_text(textwrap.dedent(JUMPS))
-    words = ["recipe=digits_single", "plugin=jumping", *CHARTED, "logging.every_steps=1", "max_steps=80"]
-    meanwhile, end = trained(tmp_path, *words, "model.name=jumps", "optimizer.lr=0.05", "ema=null")
-    [line] = [line for line in meanwhile if "jumped" in line]
-    assert learning(end) == {"loss jumped"} and line == end["warnings"]["loss jumped"]
-    [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
-    step = int(attempt.noticed[0].removeprefix("step ").partition(":")[0])
-    assert attempt.noticed == [f"step {step}: {line}"] and 40 < step <= 50, "trials of the model are passes too"
-    [(marked, value)] = scalars(tmp_path / "run")["train/loss_jump"]
-    assert marked == step and value == pytest.approx(losses(tmp_path / "run")[step - 1], rel=1e-3)
 
 
 SLOW = """

@@ -2,7 +2,7 @@
 file, or all of them decoded.
 
 Ranks share the photos, and threads wait for the disk together. What does not look whole is decoded as for evaluation,
-so that no photo is called damaged which could be read.
+so that no photo is called damaged which could be read. Where all are decoded, what libjpeg complains of is damaged too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from PIL import Image
 
-from trainer.data.encoded import EncodedPhotos, ends, header_file
+from trainer.data.encoded import EncodedPhotos, encoded, ends, header_file
 from trainer.data.folders.photo_folders import unreadable
+from trainer.data.photos import libjpeg
 from trainer.data.photos.decoding import formats, reason, without_warnings
 from trainer.data.photos.photo_reader import held_out
 from trainer.data.sets import Datasets, ImageSet
@@ -31,6 +33,7 @@ TOGETHER, WAITING = 256, 16  # photos of a piece of work, and threads, which mos
 JPEG, PNG, WEBP = (b"\xff\xd8", b"\xff\xd9"), (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"), (b"RIFF", b"WEBP")
 
 Damaged = tuple[str, str, str]  # train or val, path, reason
+Fault = tuple[int, str]  # an image's number, reason
 
 
 def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
@@ -72,30 +75,47 @@ def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:
     try:
         with without_warnings():
             asked = {
-                pool.submit(_unreadable, part, share, data, full): (split, part, len(share))
-                for split, part, share in shares
+                pool.submit(_unreadable, part, share, data): (split, part, len(share))
+                for split, part, share in shares * (not full)
             }
             for done in as_completed(asked):
                 split, part, count = asked[done]
                 damaged += [(split, part.where(index), why) for index, why in done.result()]
                 progress.more(count)
+            for split, part, share in shares * full:
+                damaged += [(split, part.where(index), why) for index, why in _undecodable(part, share, data, pool)]
+                progress.more(len(share))
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()
     return damaged
 
 
-def _unreadable(part: EncodedPhotos, share: Sequence[int], data: Datasets, full: bool) -> list[tuple[int, str]]:
-    """Those of a share that cannot be read, and why."""
-    damaged = []
-    for index in share:
-        if not full and looks_whole(part.address(index)):
-            continue
-        try:
-            held_out(part.open(index, data.channels)[0], data.image_size)
-        except Exception as error:  # decoders raise anything at all
-            damaged.append((index, reason(error)))
-    return damaged
+def _unreadable(part: EncodedPhotos, share: Sequence[int], data: Datasets) -> list[Fault]:
+    """Those of a share that do not look whole and cannot be read, and why."""
+    suspects = (index for index in share if not looks_whole(part.address(index)))
+    return [(index, why) for index in suspects if (why := _fault(part, data, index))]
+
+
+def _undecodable(part: EncodedPhotos, share: Sequence[int], data: Datasets, pool: ThreadPoolExecutor) -> list[Fault]:
+    """Those of a share that cannot be decoded without a complaint, and why. No other thread decodes meanwhile."""
+    with libjpeg.heard() as complaint:
+        look = partial(_fault, part, data, whole=True)
+        faults = [*pool.map(look, share)]
+        if complaint():  # of some of them: one after the other tells which
+            faults = [fault or said for fault, said in ((look(index), complaint()) for index in share)]
+    return [(index, why) for index, why in zip(share, faults, strict=True) if why]
+
+
+def _fault(part: EncodedPhotos, data: Datasets, index: int, whole: bool = False) -> str:
+    """Why an image cannot be decoded, as for evaluation or `whole`; empty where it can."""
+    try:
+        picture, _ = part.open(index, data.channels)
+        if not (whole and libjpeg.decode_whole(encoded(part.address(index)))):
+            held_out(picture, data.image_size)
+    except Exception as error:  # decoders raise anything at all
+        return reason(error)
+    return ""
 
 
 def looks_whole(address: bytes) -> bool:

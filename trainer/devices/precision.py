@@ -43,15 +43,15 @@ def computed_in(precision: str, device: torch.device) -> str:
     return "fp32" if precision == "tf32" and not has_tf32(device) else precision
 
 
-def described(precision: str, device: torch.device) -> str:
-    """The precision for the banner."""
+def note(precision: str, device: torch.device) -> str | None:
+    """What to know of a precision on a device; None where there is nothing."""
     if computed_in(precision, device) != precision:
-        return f"{precision}, computed as fp32: this device has no TF32"
+        return f"{precision} is computed as fp32: this device has no TF32"
     if precision == "fp32" and has_tf32(device):
         return "fp32 in full: precision=tf32 or bf16 is faster on this card"
     if precision in AUTOCAST and device.type == "cpu" and (times := 1 / cpu_speed(precision)) >= CLEAR:
-        return f"{precision}: precision=fp32 is {times:,.1f} times as fast in convolutions on this processor"
-    return precision
+        return f"precision=fp32 is {times:,.1f} times as fast as {precision} in convolutions on this processor"
+    return None
 
 
 @functools.cache

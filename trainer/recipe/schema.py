@@ -134,9 +134,12 @@ class AugmentRecipe(_Section):
     """How training images are varied; held-out ones never are."""
 
     crop: Literal["none", "pad", "resized"] = key("none", "pad: shift by some pixels; resized: enlarge a random part")
-    crop_padding: int = key(4, "how far crop=pad shifts, in pixels", ge=1, le=64)
+    crop_padding: int = key(4, "how far augment.crop=pad shifts, in pixels", ge=1, le=64)
     crop_scale: list[Annotated[float, Field(gt=0, le=1)]] = key(
-        [0.08, 1.0], "smallest and largest share of the image that crop=resized keeps", min_length=2, max_length=2
+        [0.08, 1.0],
+        "least and largest share of an image that augment.crop=resized keeps",
+        min_length=2,
+        max_length=2,
     )
     hflip: Probability = key(0.0, "probability of a left-right flip", 0.5)
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key("none", "torchvision's automatic policies")

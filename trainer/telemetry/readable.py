@@ -24,24 +24,26 @@ def columns(elsewhere: int = WIDEST) -> int:
 
 
 def titled(title: str, text: str, lines: int | None = None, width: int = 9) -> str:
-    """A text beside its title of this width, in so many lines at most; what one copies stays in one piece."""
-    start = f"  {title:<{width}} "
+    """A text beside its title of this width, in so many lines at most; what one copies stays in one piece.
+
+    Without a number of lines, each line of the text begins a new one.
+    """
+    start, rest = f"  {title:<{width}} ", " " * (width + 3)
     if title in WHOLE:
         return start + text
-    return textwrap.fill(
-        text, columns(80), initial_indent=start, subsequent_indent=" " * (width + 3), max_lines=lines,
-        placeholder=" ...", break_long_words=False, break_on_hyphens=False,
+    parts = text.split("\n") if lines is None else [text]
+    return "\n".join(
+        textwrap.fill(
+            part, columns(80), initial_indent=rest if number else start, subsequent_indent=rest, max_lines=lines,
+            placeholder=" ...", break_long_words=False, break_on_hyphens=False,
+        )
+        for number, part in enumerate(parts)
     )  # fmt: skip
 
 
 def plain(text: str) -> str:
     """A name as one may print it: what would move the cursor or break the line becomes a question mark."""
     return terminal.plain(text).replace("\n", "?").replace("\t", "?")
-
-
-def in_sentences(texts: Sequence[str]) -> str:
-    """One after the other, each but the first with a capital."""
-    return ". ".join(text if not number else text[:1].upper() + text[1:] for number, text in enumerate(texts))
 
 
 def shortened(text: str, width: int) -> str:

@@ -48,6 +48,7 @@ class Facts:
     labelled: bool = False  # whether the labels of the training images are known, so that classes can be balanced
     throughput: Throughput | None = None  # of the run so far
     strain: Strain = field(default_factory=Strain)  # of the machine
+    threads: int = 1  # that compute together in a process; 1 also where a GPU computes
     skipped: Sequence[int] = ()  # steps that were left out because a loss or gradient was not finite
 
     @property
@@ -186,7 +187,9 @@ def _cores(facts: Facts, recipe: Recipe) -> str | None:
     if facts.strain.others < OTHERS or facts.strain.seconds < BRIEF:
         return None
     text = f"other programs kept the cores for {min(1.0, facts.strain.others):.0%} of the time, so speeds are "
-    return f"{text}unreliable: type top to see which, and run it again without them"
+    text += "unreliable: type top to see which, and run it again without them"
+    # A thread that has no core keeps the others spinning: two of them can be far slower than one.
+    return text + (_tried(recipe, "threads=1", by="; or else ") if facts.threads > 1 else "")
 
 
 def _rate(facts: Facts, recipe: Recipe) -> str | None:
@@ -214,14 +217,6 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
         return None
     ask = "nvidia-smi -q -d PERFORMANCE" if "cuda" in strain.throttled else "sensors"
     return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
-
-
-def jumped(jumps: Sequence[tuple[int, float, float]], recipe: Recipe) -> str:
-    """Of losses that jumped: steps, losses, and medians before."""
-    step, loss, before = jumps[-1]
-    again = f"; there were {len(jumps)} such jumps" if len(jumps) > 1 else ""
-    tried = _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
-    return f"the training loss jumped from {before:.4g} to {loss:.4g} at step {step}{again}: the steps are large{tried}"
 
 
 def slow_rank(lag: Lag, where: str, strain: Strain) -> str:

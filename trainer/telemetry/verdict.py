@@ -18,6 +18,7 @@ from trainer.recipe.checks import check_processes, wider_batch
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
 WORTH = 1.2  # times as fast that the cache has to make reading to be named
 CACHE = "data.cache=disk"
+SHORT = "the run is too short: "
 LITTLE = 0.05  # share of a step: what may be idle besides and is less changes no advice
 UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
 Part = Literal["data", "compute", "communication", "bubble", "optimizer", "logging"]  # of a step
@@ -79,7 +80,7 @@ class Verdict:
     """Where the time went, what bounds it, what to try: result.json's `verdict`, which calls `overrides` "try"."""
 
     bound: Part  # a key of `step`
-    sentence: str  # for people, with what to try
+    sentence: str  # for people, with what to try: a line for each advice, what matters most first
     overrides: list[str]  # `key=value` words to try, the most promising first
     step: dict[Part, float]  # share of each part of a step; they add up to 1
     run: dict[str, float]  # share of each part of the run; they add up to 1
@@ -96,9 +97,9 @@ class Verdict:
         """For TensorBoard's text tab."""
         step = 1e3 * self.step_seconds
         length = f"{step:,.{0 if step >= 100 else 1}f} ms"
-        return "\n".join(
-            [self.sentence, "", f"- a step ({length}): {_listed(self.step)}", f"- the run: {_listed(self.run)}"]
-        )
+        first, *others = self.sentence.split("\n")
+        parts = (f"a step ({length}): {_listed(self.step)}", f"the run: {_listed(self.run)}")
+        return "\n".join([first, "", *(f"- {line}" for line in (*others, *parts))])
 
 
 def _listed(parts: Mapping[Any, float]) -> str:
@@ -126,14 +127,22 @@ def shares(measured: StepParts) -> dict[Part, float]:
 
 
 def judge(
-    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0
-) -> Verdict:
-    """What bounds the step; `seconds` are of the run's parts, "steps" among them."""
+    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0,
+    warnings: Mapping[str, str] | None = None,
+) -> Verdict:  # fmt: skip
+    """What bounds the step; `seconds` are of the run's parts, "steps" among them.
+
+    A line for each advice: `warnings` by their kinds, of learning before those of the machine, then the step, last what
+    the run is too short for.
+    """
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"
     overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
-    unmeasured = _unmeasured(measured)
+    told = dict(warnings or {})
+    short = [told.pop(kind) for kind in ("rate",) if kind in told]
+    of_machine = {kind for kind in told if kind in ("cores", "throttled") or kind.startswith("rank ")}
+    lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
     sentence = PHRASES[bound].format(share=parts[bound])
     if bound == "data" and setting.workers is None:
         sentence += ", which are prepared in the training process"
@@ -144,15 +153,14 @@ def judge(
         sentence += f": a reader spends {spent}"
     if bound == "bubble" and _uneven(measured.busy):
         slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
-        sentence += (
-            f": stage {slowest} works {max(measured.busy) / (sum(measured.busy) / len(measured.busy)):.1f} times"
-        )
-        sentence += " as long as the mean stage"
+        ratio = max(measured.busy) / (sum(measured.busy) / len(measured.busy))
+        sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
-    if unmeasured and bound in ("compute", "bubble"):
-        sentence += f"; {unmeasured}"
-    if overrides:
+    idle, hidden = _unmeasured(measured)
+    if bound in ("compute", "bubble"):
+        sentence, short = "; ".join([sentence, *idle]), hidden + short
+    if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
         words = " or ".join(overrides)
         if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
             gain = min(setting.reading.whole / setting.reading.cached, 1 / max(1 - parts["data"], 0.01))
@@ -161,22 +169,24 @@ def judge(
     total = sum(seconds.values())
     run = {name: spent / total for name, spent in seconds.items()}
     apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
-    if run.get("steps", 1.0) < 0.5:
-        sentence += f". Steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"
-    return Verdict(bound, sentence, overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
+    rest = [f"steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"]
+    rest *= run.get("steps", 1.0) < 0.5
+    short, rest = (rest + short, []) if apart == "start-up" else (short, rest)
+    lines += [sentence, *rest, *([SHORT + "; ".join(short)] if short else [])]
+    unmeasured = "; ".join([*idle, *(SHORT + note for note in hidden)]) or None
+    return Verdict(bound, "\n".join(lines), overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
 
 
-def _unmeasured(measured: StepParts) -> str | None:
-    notes = []
+def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
+    """What GPUs may have waited for launches, and what a longer run would tell of communication."""
+    idle, hidden = _launching(measured), []
     if measured.communication is None:
-        notes.append("communication was not measured: the run is too short for a probe of 1 % of it")
+        hidden = ["communication was not measured"]
     elif measured.at_most:
         share = min(1.0, measured.communication / measured.step)
-        hidden = "(the run is too short to tell how much is hidden)"
-        notes.append(f"up to {share:.0%} of that may be communication {hidden}")
-    if (share := _launching(measured)) > LITTLE:
-        notes.append(f"up to {share:.0%} of the step more may be idle, GPUs waiting for launches within stages")
-    return "; ".join(notes) or None
+        hidden = [f"up to {share:.0%} of the step may be communication that computing does not hide"]
+    note = f"up to {idle:.0%} of the step more may be idle, GPUs waiting for launches within stages"
+    return [note] * (idle > LITTLE), hidden
 
 
 def _launching(measured: StepParts) -> float:

@@ -1,73 +1,17 @@
-"""What is looked for while a run trains: a loss that jumps, a rank that is slower than the others. No torch, no clock.
+"""What is looked for while a run trains: a rank that is slower than the others. No torch, no clock.
 
 A healthy run must never be accused: each rule asks for much more than chance does.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-BAND, ENOUGH = 64, 20  # logged losses that make a band, at most and at least
-DEVIATIONS = 8.0  # of the logarithms from their median; 1.48 MADs of normal ones are one
-NORMAL, SMALLEST = 1.4826, 1e-6
-TWICE = 2.0  # times the median, where a band is narrower than what batches differ by
-HIGHEST = 1.5  # times the highest loss of the band
-SETTLED = 16  # logged losses after which a new level is no jump any more
+from dataclasses import dataclass
 
 WINDOW, WINDOWS = 10.0, 6  # seconds of steps, and how many of these in a row a rank has to be slow
 FEW = 3  # measurements in a window, at least: where steps take seconds, it lasts longer
 SLOWER = 0.1
-
-
-@dataclass
-class LossBand:
-    """The band of a run's recent losses, each a mean over the steps since the one before."""
-
-    guessing: float | None = None  # the loss of a model that gives all classes the same chance, where it is known
-    # Those that there were: step, loss, and the median of the band before
-    jumps: list[tuple[int, float, float]] = field(default_factory=list)
-    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=BAND))
-    _start: float | None = None
-    _outside: int = 0
-
-    def add(self, step: int, loss: float, steps: int) -> bool:
-        """Take in a mean over so many steps, up to this one; whether it has jumped out of the band just now."""
-        if not steps or math.isnan(loss):  # all of them were skipped
-            return False
-        if self._is_far(loss, steps) and self._outside < SETTLED:
-            self._outside += 1
-            if self._outside == 1:
-                self.jumps.append((step, loss, self._median()))
-            return self._outside == 1
-        if self._outside >= SETTLED:
-            self._recent.clear()
-        self._outside = 0
-        self._recent.append((loss, steps))
-        if len(self._recent) == ENOUGH and self._start is None:
-            self._start = self._median()
-        return False
-
-    def _median(self) -> float:
-        return statistics.median(loss for loss, _ in self._recent)
-
-    def _is_far(self, loss: float, steps: int) -> bool:
-        if len(self._recent) < ENOUGH or self._start is None or min(was for was, _ in self._recent) < 0:
-            return False
-        median = self._median()
-        # Batches differ by factors rather than by amounts, and a mean over few steps scatters more than one over many.
-        above = [(math.log(max(was, SMALLEST) / max(median, SMALLEST)), n) for was, n in (*self._recent, (loss, steps))]
-        *around, new = [ratio * count**0.5 for ratio, count in above]
-        far = new > DEVIATIONS * NORMAL * statistics.median(map(abs, around))
-        high = loss > max(TWICE * median, HIGHEST * max(was for was, _ in self._recent))
-        # In a model that has learned much, one batch with a wrong label multiplies the loss of a step.
-        least = self._start * (1 + 20 / steps**0.5)
-        if self.guessing is not None:
-            least = self.guessing * (0.05 + 0.5 / steps**0.5)
-        return far and high and loss - median > least
 
 
 @dataclass(frozen=True)

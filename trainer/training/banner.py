@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 
 from trainer.data.photos import contact_sheet
@@ -11,28 +12,47 @@ from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
 from trainer.recipe.versions import VERSION
+from trainer.telemetry.readable import columns, shortened
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
 # Normalization", arXiv:1803.08494, table 2).
 FEW = 16
-WARNINGS = ("torchrun", "skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "note")
-DETAILS = ("mode", "devices", "held out", "cuts", "readers", "folder")
+WARNINGS = (
+    *("torchrun", "skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "precision"),
+    "note",
+)
+DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
 ROOM = 3  # lines beside those that every run has
+INDENT = 12  # characters of titles
+SHORTEST = 10  # characters of a name
 
 
 def say(run: Run) -> None:
-    """What is about to run, in eight lines at most: first what to look at, and where the rest is told."""
-    tracker, known = run.tracker, run.facts
-    tracker.say(f"trainer {VERSION}: {run.recipe.name}, {run.recipe.mode} on {few_names(run.world.devices)}", BOLD)
-    always = {title: known[title] for title in ("model", "data", "steps")}
+    """What is about to run, in eight lines at most: first what to look at, and where the rest is told.
+
+    What every run has is never cut, but for long names.
+    """
+    tracker, known, name = run.tracker, run.facts, run.recipe.name
+    wide, where = columns(80), few_names(run.world.devices)
+    head = f"trainer {VERSION}: {name}, {run.recipe.mode} on {where}, {known['computes']}"
+    lines = textwrap.wrap(_fitting(head, name, wide), wide, subsequent_indent=" " * INDENT)
+    tracker.say("\n".join(lines), BOLD)
+    names = {"model": known["model"].partition(" on ")[0], "data": known["data"].partition(": ")[0], "steps": ""}
+    always = {title: _fitting(known[title], name, wide - INDENT) for title, name in names.items()}
     warnings = [title for title in WARNINGS if title in known]
-    titles = [*warnings, *(title for title in known if title not in (*warnings, *always, *DETAILS))][:ROOM]
-    tracker.facts(always, lines=1)
-    room = ROOM - len(titles)
+    titles = [title for title in known if title not in (*warnings, *always, *DETAILS)]
+    room = max(1, ROOM + 1 - len(lines) + len(always) - tracker.facts(always))
+    titles = [*warnings, *titles][:room]
+    room -= len(titles)
     for title in titles:
         room -= tracker.facts({title: known[title]}, lines=room + 1) - 1
     tracker.facts({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
+
+
+def _fitting(text: str, name: str, width: int) -> str:
+    """A text in which a name, and nothing else, is shortened where a line has no room for it."""
+    return text.replace(name, shortened(name, max(SHORTEST, len(name) + width - len(text))), 1) if name else text
 
 
 def few_names(devices: Sequence[str]) -> str:
@@ -51,7 +71,8 @@ def facts(run: Run) -> dict[str, str]:
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    options.insert(0, precision.described(recipe.precision, world.device))
+    options.insert(0, precision.computed_in(recipe.precision, world.device))
+    note = precision.note(recipe.precision, world.device)
     local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.accumulate))
     most = " at most" * (parts * recipe.accumulate * rows != recipe.batch_size)
     steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.steps_per_epoch} steps"
@@ -65,7 +86,9 @@ def facts(run: Run) -> dict[str, str]:
         "devices": devices,
         **run.strategy.notes(),
         "model": f"{recipe.model.name} on {' x '.join(map(str, data.inputs.shape))}, "
-        f"{run.model.parameters:,} parameters ({', '.join(options)})",
+        f"{run.model.parameters:,} parameters",
+        "computes": ", ".join(options),
+        **({"precision": note} if note else {}),
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
         "held out": data.split,
         **run.model.notes,

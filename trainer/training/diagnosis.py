@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 
 from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
 from trainer.processes.resources import cores
-from trainer.telemetry.readable import in_sentences
 from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run
@@ -53,8 +51,7 @@ def diagnose(run: Run) -> Verdict | None:
     reading = _reading(run, BUDGET * spent) if shares(measured)["data"] >= NAMED else None
     probe += time.perf_counter() - begun
     setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, len(run.datasets.train), reading)
-    judged = judge(measured, seconds, run.recipe, setting, probe)
-    judged = replace(judged, sentence=in_sentences([*run.noticed.warnings.values(), judged.sentence]))
+    judged = judge(measured, seconds, run.recipe, setting, probe, run.noticed.warnings)
     verdict: Verdict = world.broadcast_object(judged)
     return verdict
 

@@ -131,7 +131,6 @@ def train_epoch(run: Run, epoch: int) -> None:
                     history.epoch_loss += agreed.loss
                     history.epoch_steps += agreed.steps
                     unlogged.clear()
-                    noticing.watch_loss(run, mean, agreed.steps)
                     reporting.log_step(run, mean, lr, norm, agreed.window)
                     over |= not reporting.report_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1, mean, reporting.images_per_second(run, agreed.window))

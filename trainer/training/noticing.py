@@ -15,7 +15,6 @@ from trainer.devices.strain import Strain, StrainMeter
 from trainer.tasks import Classification
 from trainer.telemetry import symptoms
 from trainer.telemetry.symptoms import Facts
-from trainer.telemetry.watching import LossBand
 from trainer.training.evaluation import Sums
 from trainer.training.run import Run
 
@@ -40,17 +39,6 @@ def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
         run.noticed.announced.add("not finite")
         text = f"step {', '.join(map(str, fresh))}: a loss or gradient was not finite, so all ranks left it out"
         _notice(run, "not finite", f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})")
-
-
-def watch_loss(run: Run, loss: float, steps: int) -> None:
-    """A logged loss, the mean over so many steps: mark it where it has jumped."""
-    if run.datasets.synthetic:
-        return
-    if run.noticed.band is None:
-        run.noticed.band = LossBand(_facts(run, over=False).guessing)
-    if run.noticed.band.add(run.position.step, loss, steps):
-        run.tracker.scalars({"train/loss_jump": loss}, run.position.step)
-        _notice(run, "loss jumped", symptoms.jumped(run.noticed.band.jumps, run.recipe))
 
 
 def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
@@ -118,6 +106,7 @@ def _facts(run: Run, over: bool) -> Facts:
         warmup=round(recipe.schedule.warmup_epochs * run.steps_per_epoch),
         throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
+        threads=run.world.threads if run.world.device.type == "cpu" else 1,
         skipped=run.history.nonfinite,
     )
     if run.datasets.synthetic:  # made-up images teach nothing

@@ -17,7 +17,7 @@ from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
 from trainer.saving.journal import START
 from trainer.tasks.task import figure
-from trainer.telemetry.readable import as_size, duration, in_sentences, number
+from trainer.telemetry.readable import as_size, duration, number
 from trainer.telemetry.symptoms import steady
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training import wrong_labels
@@ -170,7 +170,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
         rate = "no steady images/s"
     if result["short"] and speed:
         rate += ", measured over all steps after the first: fewer than logging.warmup_steps"
-    verdict = {"warning": in_sentences(warnings)} if (warnings := [*result["warnings"].values()]) else {}
+    verdict = {"warning": "\n".join(warnings)} if (warnings := [*result["warnings"].values()]) else {}
     if result["verdict"]:  # which holds them too
         verdict = {"verdict": result["verdict"]["sentence"]}
     if run.speed_only:

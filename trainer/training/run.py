@@ -20,7 +20,7 @@ from trainer.saving.saver import Saver
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
-from trainer.telemetry.watching import LossBand, RankWatch
+from trainer.telemetry.watching import RankWatch
 from trainer.training.callbacks import Callbacks
 
 WORKERS = "workers"  # what is known of the number that reads photos
@@ -57,7 +57,6 @@ class Noticed:
     warnings: dict[str, str] = field(default_factory=dict)  # what goes wrong, as sentences by kind
     announced: set[str] = field(default_factory=set)  # the kinds of which there was a word already
     lasting: dict[str, str] = field(default_factory=dict)  # warnings of what has passed since, by kind
-    band: LossBand | None = None  # of the recent losses, where images are real
     ranks: RankWatch = field(default_factory=RankWatch)  # which of them holds up the others, where all do the same work
     suspected: StrainMeter | None = None  # counts what this machine suffers while this rank is slower than the others
 

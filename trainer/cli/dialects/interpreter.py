@@ -112,6 +112,8 @@ def _of_row(name: str, value: str, line: CommandLine) -> Meaning | None:
     if text is None or numeric or (name in FOLDERS and os.path.exists(os.path.expanduser(value))):
         return None
     typed, _, note = text.partition("(")
+    if typed.partition("=")[0].isupper() and line.command != "train":  # what ranks of one run read
+        return Meaning((), "only a training on several nodes reads it: leave it out")
     words = [word if "=" in word else f"{name}={word}" for word in typed.split()]
     if len(words) > 1 or words[:1] != [*filter(str.islower, words[:1])]:
         words = [word.replace("{value}", value) for word in words]

@@ -57,6 +57,9 @@ _VALUES: dict[str, dict[str, str]] = {
     "node_rank machine_rank": {"NODE_RANK={value}": "*"},
     "master_addr main_process_ip": {"MASTER_ADDR={value}": "*"},
     "master_port main_process_port": {"MASTER_PORT={value}": "*"},
+    "submit:nnodes submit:num_nodes submit:n_nodes submit:num_machines": {"nodes={value}": "*"},
+    "submit:mem": {"memory={value}": "*"}, "submit:cpus_per_task submit:c": {"cpus={value}": "*"},
+    "submit:time_limit submit:max_time": {"time={value}": "*"},
     "batch_size": {"(plan says beforehand what fits into memory)": "-1 auto"},
     "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu batch_size_per_gpu": {
         "(batch_size= is over all devices: {value} times their number)": "*"

@@ -197,7 +197,7 @@ def spread(values: Sequence[float]) -> str:
 def _settings(network: Network, runner: CheckRunner) -> Outcome:
     may = runner.devices.kind == "cuda" and runner.outcomes.get("compile", measured("")).status != "wrong"
     best = runner.measure("settings", **network.task(), may_compile=may)[0]
-    line = f"{best['batch']} images per device in  {best['precision']}" + ", compiled" * best["compile"]
+    line = f"{best['batch']} images per device in {best['precision']}" + ", compiled" * best["compile"]
     return measured(f"{line} are best of {len(best['tried'])} that were tried", **best)
 
 

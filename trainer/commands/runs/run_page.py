@@ -104,7 +104,8 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
     if run.peak_memory is not None:
         yield "memory", f"{readable.as_size(run.peak_memory)} on the device with the most"
     verdict = _section(result, "verdict").get("sentence")
-    yield "verdict", str(verdict or "")
+    for number, line in enumerate(str(verdict or "").splitlines()):
+        yield "" if number else "verdict", line
     for sentence in _section(result, "warnings").values() if not verdict else ():  # which begins with them
         yield "warning", str(sentence)
     versions = _section(result, "versions")

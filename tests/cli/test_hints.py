@@ -1,0 +1,202 @@
+"""What the product tells people to type works: each `key=value` and each command in its messages is a word that is
+taken, with a value that is taken, and commands that it answers are typed as they stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import BARE, PROJECT, WHOLE, ok, suggested, trainer
+from tests.guide import shell
+from trainer.cli.dialects.other_values import OTHER_VALUES
+from trainer.cli.grammar import read
+from trainer.cli.guide import topics
+from trainer.cli.known_keys import COMMANDS, EVERY_WORD, WANTS
+from trainer.errors import RecipeError, TrainerError
+from trainer.recipe import MODES, load
+from trainer.recipe.key_reference import shown_keys
+from trainer.recipe.reflection import READERS, defaults, sections
+from trainer.recipe.search_space import is_swept
+
+OPEN = "{}"  # stands for what a message fills in
+# Words that are no key and no word of a command line, by what they are.
+OTHERS = {
+    "words of one command": "checkpoint format yes minutes extends measured kind",
+    "arguments of Python's": "data model model__init_from on_epoch on_step flavour item_timeout optimizer__lr "
+    "optimizer__name num_classes in_chans img_size extra_files _extra_files requires_grad reduction words daemon value "
+    "init_from",
+    "a shell's, in the script of a job": "folder code variant variants folders",
+    "of other programs": "size iommu sep timeout device",
+    "what stands for any": "key w m object_type",
+}
+WORDS = {*defaults(), *sections(), *EVERY_WORD, *" ".join(OTHERS.values()).split()}
+WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
+# A key may want another beside it.
+BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]
+BESIDE += [[f"{key.partition('.')[0]}.name={reader}"] for key, readers in READERS.items() for reader in readers]
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Each text of a module but its docstrings; `OPEN` stands for what it fills in."""
+    tree = ast.parse(source)
+    within = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else OPEN for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in within | told:
+            yield node.lineno, node.value
+
+
+def faults(text: str) -> Iterator[str]:
+    """What a message tells to type, and nobody takes."""
+    for key, value in WORD.findall(text):
+        if key not in WORDS and OPEN not in key:
+            yield f"{key}= is no key"
+        elif key in defaults() and not re.search(r"^$|[{}<>]|[A-Z]{4}|\.\.\.|^'?x", value := value.rstrip(".")):
+            yield from [] if taken(f"{key}={value}") else [f"{key}={value} is not taken"]
+    for command in re.findall(r"python -m trainer ([a-z]+)(?![\w=.])", text):
+        if command not in COMMANDS:
+            yield f"{command} is no command"
+    for command in commands(text):
+        try:
+            shell.check(command)
+        except (TrainerError, AssertionError) as error:
+            yield f"{command}: {error!r}"
+    for page in re.findall(r"(?:see|python -m trainer) guide ([a-z]+)", text):
+        if page not in (*topics(), "answers"):
+            yield f"guide {page} is no page"
+    keys = {*re.findall(r"recipes keys ([a-z_]+(?:\.[a-z_]+)*)", text)}
+    for section in keys - {"explains", "lists", "shows", "takes"}:
+        try:
+            shown_keys(section)
+        except RecipeError as error:
+            yield str(error)
+
+
+@cache
+def taken(word: str) -> bool:
+    """Whether a recipe takes a word, with another beside it where it needs one."""
+    key, _, value = word.partition("=")
+    if value.count("[") != value.count("]") or is_swept(key, value):
+        return True
+    for beside in BESIDE:
+        with suppress(RecipeError):
+            load("digits", *(other for other in beside if other.partition("=")[0] != key), word)
+            return True
+    return False
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of training, planning and the like that a text holds, with examples in place of what it fills in."""
+    for found in re.findall(
+        r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit \w+)? ?\S*=[^,;:(]*)", text
+    ):
+        words = [word.strip("'.`") for word in found.split()]
+        count = next((n for n, word in enumerate(words) if "=" not in word and word not in (*COMMANDS, "slurm")), None)
+        filled = [
+            re.sub(r"=.*(\{\}|NAME|RUN).*", "=digits" if word.startswith("recipe=") else "=RUN", word)
+            for word in words[:count]
+        ]
+        if filled:
+            yield shlex.join(["python", "-m", "trainer", *filled])
+
+
+ROOMS = sorted({path.relative_to(PROJECT / "trainer").parts[0] for path in (PROJECT / "trainer").rglob("*.py")})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_messages_tell_to_type_is_taken(room: str) -> None:
+    place = PROJECT / "trainer" / room
+    found = [
+        f"{path.relative_to(PROJECT)}:{line}: {fault}"
+        for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
+        for line, text in texts(path.read_text())
+        for fault in faults(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the loss grows: try optimizer.rate=0.1",
+        "use precision=bf17",
+        "set {} or mode=dpp",
+        "type python -m trainer trian recipe=digits",
+        "type python -m trainer recipe=digits epochs=many",
+        "see guide speeed",
+        "see recipes keys optimizzer",
+    ],
+)
+def test_a_hint_that_does_not_work_is_found(text: str) -> None:
+    assert [*faults(text)] and not [*faults(text.replace(text, "use precision=bf16, or mode=ddp nproc=2"))]
+
+
+# A command line that is answered by another one, and what that one has to print.
+ANSWERED = {
+    "submit slurm recipe=digits nnodes=2 nproc=2 time=01:00:00 cpus=8": "--nodes=2",
+    "submit slurm recipe=digits nproc=2 --time-limit 01:00:00 cpus=8": "--time=01:00:00",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 --cpus-per-task 3": "--cpus-per-task=3",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 --mem 16GiB": "#SBATCH --mem=",
+    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 node_rank=1": "#SBATCH",
+    "submit kubernetes recipe=digits num_nodes=2 nproc=2 cpus=8 memory=16GiB image=I claim=C": "completions: 2",
+    "recipe=digits --list-models": "digits",
+    "plan recipe=digits mode=single --arch mlp": "mlp",
+}
+
+
+@pytest.mark.parametrize("typed", ANSWERED)
+def test_the_command_of_an_answer_does_what_was_asked_for(typed: str, tmp_path: Path) -> None:
+    done = trainer(*shlex.split(typed), cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    told = re.findall(r"type (.*python -m trainer .*)|did you mean (.*)[?]", done.stderr)
+    variables, _, words = "".join(told[0]).rpartition("python -m trainer ")
+    assert ANSWERED[typed] in ok(*shlex.split(words), cwd=tmp_path).stdout and not variables
+
+
+# Trainings that are refused, each with the word to type instead.
+TINY = ["recipe=digits", "model.name=mlp", "epochs=1", "max_steps=1", "schedule.warmup_epochs=0", *WHOLE, *BARE]
+REFUSED = [
+    ["mode=single", "accumulate=2", "batch_size=97"],
+    ["mode=single", "model.name=mlpp"],
+    ["mode=single", "nproc=2"],
+    ["mode=single", "data.name=digit"],
+    ["mode=local_sgd", "nproc=2", "batch_size=63"],
+    ["mode=single", "output=run"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_the_word_of_a_refusal_trains(words: list[str], tmp_path: Path) -> None:
+    if "output=run" in words:
+        ok(*TINY, *words, cwd=tmp_path)
+    given = {word.partition("=")[0]: word for word in [*TINY, "output=run", *words]}
+    done = trainer(*given.values(), cwd=tmp_path)
+    assert done.returncode in (2, 8), done.stdout
+    first, *_ = [*suggested(done.stderr), *re.findall("with (resume=auto)", done.stderr)]
+    ok(*(given | {first.partition("=")[0]: first}).values(), cwd=tmp_path)
+
+
+VARIABLES = [name for name, row in OTHER_VALUES.items() if row.get("*", "").partition("=")[0].isupper()]
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "sweep", "submit"])
+def test_only_a_training_is_told_its_nodes_by_variables(command: str) -> None:
+    assert {"nnodes", "node_rank", "master_addr", "master_port"} <= {*VARIABLES}
+    for name in {*VARIABLES} - ({"nodes"} if command == "submit" else set()):
+        with pytest.raises(RecipeError) as caught:
+            read([command, *WANTS[command], f"{name}=2"])
+        told = str(caught.value).rpartition(" type ")[2]
+        assert told.startswith("python ") or command == "train"
+        if command != "train" or name == "nnodes":
+            shell.check(told)

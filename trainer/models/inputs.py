@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models import timm_zoo
+from trainer.models import timm_zoo, torchvision_zoo
+from trainer.models.zoo import form
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.saving.run_names import run_named
@@ -15,19 +16,21 @@ from trainer.saving.weights import read_metadata
 
 
 def with_pretrained_input(recipe: Recipe) -> Recipe:
-    """A recipe that trains on photos, with the preprocessing of its starting weights where it says nothing else: that
-    of a run (model.init_from), or of a model of timm.
+    """A recipe with the preprocessing of its starting weights. On photos, where it says nothing else, that of a run
+    (model.init_from), of torchvision's weights, or of a model of timm.
 
     Raises:
-        RecipeError: timm is needed and not installed.
+        RecipeError: weights that are not published, or timm is needed and not installed.
     """
+    if (weights := form(recipe.model)) != recipe.model.weights:
+        recipe = recipe.replace(model__weights=weights)
     if recipe.data.name not in OWN_PHOTOS:
         return recipe
     if recipe.model.init_from is not None and (stored := _stored(recipe.model.init_from)):
         words = {f"data__{key}": value for key, value in stored.items() if getattr(recipe.data, key) is None}
         with suppress(RecipeError):  # of a damaged file, which is reported when the model is built
             return recipe.replace(**words)
-    return timm_zoo.with_pretrained_input(recipe)
+    return torchvision_zoo.with_pretrained_input(timm_zoo.with_pretrained_input(recipe))
 
 
 def _stored(source: str) -> dict[str, Any]:

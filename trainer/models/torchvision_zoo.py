@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from http.client import HTTPException
@@ -11,13 +12,18 @@ from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
-from trainer.recipe import ModelRecipe
+from trainer.recipe import ModelRecipe, Recipe
+from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
-AUXILIARY = ("googlenet", "inception_v3")  # with auxiliary heads their output would be a tuple
+OLDER = (  # names in files that were published before torchvision changed them
+    (r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)", r"\1\2"),
+    (r"(encoder_layer_\d+\.mlp)\.linear_1\.", r"\1.0."),
+    (r"(encoder_layer_\d+\.mlp)\.linear_2\.", r"\1.3."),
+)
 
 
 class Unreadable(Exception):
@@ -43,18 +49,21 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         )
     builder = torchvision.models.get_model_builder(recipe.name)
     options = _options(recipe, image_size)
-    if recipe.weights is None or not starting:
+    if recipe.weights is None or recipe.init_from is not None or not starting:
         quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
         try:
             return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
         except ValueError as error:  # MaxViT's windows
             raise Unreadable(str(error)) from None
     weights = published(recipe)
-    model = _started(builder, weights, options, recipe.weights)
+    options = {} if recipe.name in AUXILIARY else options  # published files have the heads, which go afterwards
+    model: Any = _started(builder, weights, options, recipe.weights)
+    if recipe.name == "inception_v3":
+        model.aux_logits, model.AuxLogits = False, None
     classes = len(weights.meta["categories"])
     if classes != num_classes:
         replace_head(model, classes, num_classes)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
@@ -79,14 +88,37 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
 
 def published(recipe: ModelRecipe) -> Any:
     """torchvision's entry of the weights that the recipe names. Raises RecipeError where there is none."""
-    entries = torchvision.models.get_model_weights(recipe.name)
-    try:
-        return entries[recipe.weights]
-    except KeyError:
-        raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; "
-            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
-        ) from None
+    known = torchvision.models.get_model_weights(recipe.name)
+    # Those without categories have no classifier: it is NaN.
+    entries = {name: entry for name, entry in known.__members__.items() if entry.meta.get("categories", ()) is not None}
+    if recipe.weights not in entries:
+        listed = ", ".join(dict.fromkeys([*(entry.name for entry in entries.values()), "DEFAULT"]))
+        what = "has no classifier for" if recipe.weights in known.__members__ else "is not published for"
+        raise RecipeError(f"model.weights={recipe.weights} {what} {recipe.name}; there are {listed}")
+    return entries[recipe.weights]
+
+
+def with_pretrained_input(recipe: Recipe) -> Recipe:
+    """A recipe that starts from weights on photos, with torchvision's mean, standard deviation and, for its own
+    weights, image size, where the recipe says nothing else. Raises RecipeError for weights that are not published."""
+    data, model = recipe.data, recipe.model
+    if model.name not in names() or (model.weights, model.init_from) == (None, None):
+        return recipe
+    preset = published(model.model_copy(update={"weights": model.weights or "DEFAULT"})).transforms()
+    usual = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    words: dict[str, Any] = {}
+    if data.mean is None and data.std is None and (preset.mean, preset.std) != (usual.mean, usual.std):
+        words |= {"data__mean": preset.mean, "data__std": preset.std}
+    if data.image_size is None and model.init_from is None and preset.crop_size != usual.crop_size:
+        words["data__image_size"] = preset.crop_size[0]
+    return recipe.replace(**words) if words else recipe
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the names that torchvision's models have now."""
+    for pattern, now in OLDER:
+        weights = {re.sub(pattern, now, name): tensor for name, tensor in weights.items()}
+    return weights
 
 
 def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
@@ -98,7 +130,7 @@ def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = (image_size, image_size)
     if recipe.name in AUXILIARY:
-        options["aux_logits"] = False
+        options["aux_logits"] = False  # with the heads the output would be a tuple
         if recipe.weights is not None:
             options["transform_input"] = True  # the model then converts inputs to the weights' normalisation
     return options

@@ -19,7 +19,7 @@ from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
-from trainer.recipe.known_names import TIMM, Registry
+from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
@@ -75,6 +75,7 @@ def build(
             f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
         )
     num_classes = recipe.num_classes or num_classes
+    recipe = recipe.model_copy(update={"weights": form(recipe)}) if starting else recipe
     if recipe.name in builders and recipe.weights is not None:
         raise RecipeError(
             f"model.weights={recipe.weights}: {recipe.name} has no published weights; model.weights=null starts "
@@ -140,6 +141,29 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
     return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
+def form(recipe: ModelRecipe) -> str | None:
+    """A recipe's `weights`; of GoogLeNet and Inception v3 from a file those whose form it has. They set
+    transform_input, which tensors do not tell: a run does, and ImageNet's auxiliary heads, as of a published file."""
+    if recipe.init_from is None or recipe.name not in AUXILIARY:
+        return recipe.weights
+    path = run_named(recipe.init_from)
+    with suppress(CheckpointError, RecipeError):  # of a damaged file: reported when it is loaded
+        stored = _stored_model(read_metadata(path))
+        for folder in [path, *path.absolute().parents[:2]] if path.is_dir() and not stored else []:
+            if (folder / "recipe.yaml").is_file():
+                stored = recipes.load(str(folder / "recipe.yaml")).to_dict()["model"]
+        if not stored:
+            heads = (read_weights(path)[0].get(name, ()) for name in ("aux1.fc2.weight", "AuxLogits.fc.weight"))
+            stored = {
+                "name": recipe.name,
+                "weights": "DEFAULT" if any(len(head) == 1000 for head in heads) else recipe.weights,
+            }
+        if stored.get("name") == recipe.name:
+            weights = stored.get("weights")
+            return weights and torchvision_zoo.published(recipe.model_copy(update={"weights": weights})).name
+    return recipe.weights
+
+
 def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module) -> int | None:
     """How many class names `init_from`'s weights have in common; None where outputs cannot be matched by names."""
     known = _stored_classes(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
@@ -157,12 +181,14 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     path = run_named(source)
     weights, metadata = read_weights(path)
     metadata = metadata if "classes" in metadata else {**read_metadata(path), **metadata}  # a checkpoint's run's
+    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".num_batches_tracked")}
+    weights = counters | torchvision_zoo.renamed(weights)  # files of before there were counters begin at 0, as in torch
     weights = _by_class(weights, metadata, model, classes, outputs)
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
-        trained = _stored_model(metadata)
-        if trained is None or trained == name:
+        trained = _stored_model(metadata).get("name")
+        if not isinstance(trained, str) or trained == name:
             raise
         known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
@@ -205,12 +231,12 @@ def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _stored_model(metadata: Mapping[str, str]) -> str | None:
-    """The model's name in the recipe of the weights' metadata."""
+def _stored_model(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """`model` in the recipe of the weights' metadata; empty where there is none."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
-        name = json.loads(metadata["recipe"])["model"]["name"]
-        return name if isinstance(name, str) else None
-    return None
+        model = json.loads(metadata["recipe"])["model"]
+        return model if isinstance(model, dict) else {}
+    return {}
 
 
 def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchvision.models import get_model_weights
 
 from trainer import recipe as recipes
 from trainer import tasks
@@ -23,6 +22,7 @@ from trainer.data.folders.photo_folders import IMAGENET
 from trainer.data.folders.scanning import LeftOut
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import RecipeError, SetupError
+from trainer.models import torchvision_zoo
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TIMM
@@ -148,12 +148,10 @@ def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
             f"model.name={recipe.model.name}: predict takes a model of timm from a run of yours, as checkpoint=runs/x"
         )
     try:
-        weights = get_model_weights(recipe.model.name)[recipe.model.weights]
-    except (KeyError, ValueError):
+        weights = torchvision_zoo.published(recipe.model)
+    except ValueError:
         build(recipe.model, 1000, 3, 224)  # says what is wrong with the name
-        raise RecipeError(
-            f"model.weights={recipe.model.weights}: {recipe.model.name} has no published weights"
-        ) from None
+        raise
     preset = weights.transforms()
     if not hasattr(preset, "crop_size"):
         raise RecipeError(f"model.name={recipe.model.name} is not an image classifier, which predict needs")

@@ -154,7 +154,7 @@ def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, hub, tmp_
     file = published_file(hub, name, 96, as_published=False)
     photos = photo_set(tmp_path / "photos", {"a": 6, "b": 6})
     words = ["recipe=finetune", f"model.name={name}", "mode=single", f"data.root={photos}", "data.workers=0"]
-    words += ["batch_size=4", "schedule.warmup_epochs=0", "optimizer.lr=1e-9", "data.image_size=96", "threads=1"]
+    words += ["batch_size=4", "schedule.warmup_epochs=0", "optimizer.lr=1e-20", "data.image_size=96", "threads=1"]
     words += ["model.freeze=-1", "augment.crop=none", "epochs=2", *QUIET]
     env = {"TORCH_HOME": str(tmp_path)}
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))

@@ -146,18 +146,16 @@ def form(recipe: ModelRecipe) -> str | None:
     transform_input, which tensors do not tell: a run does, and ImageNet's auxiliary heads, as of a published file."""
     if recipe.init_from is None or recipe.name not in AUXILIARY:
         return recipe.weights
-    path = run_named(recipe.init_from)
     with suppress(CheckpointError, RecipeError):  # of a damaged file: reported when it is loaded
+        path = run_named(recipe.init_from)
         stored = _stored_model(read_metadata(path))
         for folder in [path, *path.absolute().parents[:2]] if path.is_dir() and not stored else []:
             if (folder / "recipe.yaml").is_file():
                 stored = recipes.load(str(folder / "recipe.yaml")).to_dict()["model"]
         if not stored:
-            heads = (read_weights(path)[0].get(name, ()) for name in ("aux1.fc2.weight", "AuxLogits.fc.weight"))
-            stored = {
-                "name": recipe.name,
-                "weights": "DEFAULT" if any(len(head) == 1000 for head in heads) else recipe.weights,
-            }
+            tensors = read_weights(path)[0]
+            published = any(len(tensors.get(name, ())) == 1000 for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"))
+            stored = {"name": recipe.name, "weights": "DEFAULT" if published else recipe.weights}
         if stored.get("name") == recipe.name:
             weights = stored.get("weights")
             return weights and torchvision_zoo.published(recipe.model_copy(update={"weights": weights})).name

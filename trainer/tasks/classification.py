@@ -49,14 +49,15 @@ class Classification(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and class indices (N,) or shares (N, classes).
 
-        Class weights are not divided by their sum over the batch, as torch does it: that sum differs from part to part
-        of a batch.
+        A sample's smoothed loss times the weight of its class; of shares the sum of those of its classes. torch weighs
+        smoothing by the weights of all classes, and divides by the batch's weights, which differ in each of its parts.
         """
         smoothing = self.recipe.loss.label_smoothing
         if self.weights is None:
             return cross_entropy(outputs, targets, label_smoothing=smoothing)
-        weights = self.weights.on(outputs.device)
-        return cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction="sum") / len(outputs)
+        shares = targets if targets.is_floating_point() else one_hot(targets, outputs.shape[1])
+        weighted = shares * self.weights.on(outputs.device)
+        return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, reduction="none")
@@ -99,14 +100,14 @@ class Classification(Task):
 
 
 def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:
-    """(outputs,) float32: what a sample of each class counts. `balanced` makes all classes count alike, and a sample 1
-    on average: N / (classes x samples of the class), as scikit-learn does it."""
+    """(outputs,) float32: what a sample of each class counts. `balanced` makes all classes that have samples count
+    alike, and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
     weights = given_weights(recipe, names)
     if weights is None and recipe.loss.class_weights is None:
         return None
     if weights is None:
         counts = torch.bincount(known(recipe, targets), minlength=len(names)).double()
-        weights = (counts.sum() / (len(names) * counts.clamp_min(1))).float()
+        weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
     return torch.cat([weights, torch.ones(outputs - len(weights))])
 
 
@@ -194,12 +195,13 @@ class Multilabel(Task):
         return self.recipe.model.num_classes or len(self.names)
 
     def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together."""
+        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together; 1
+        where all samples have the label, or none."""
         if self.recipe.loss.class_weights != "balanced":
             return given_weights(self.recipe, self.names)
         labels = known(self.recipe, targets).double()
-        present = labels.sum(0)
-        return ((len(labels) - present) / present.clamp_min(1)).float()
+        ratio = (1 - labels).sum(0) / labels.sum(0)
+        return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1).float()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and labels (N, classes) between 0 and 1."""

@@ -71,7 +71,7 @@ class Classification(Task):
 
         And how many samples are of each class, and are predicted as it.
         """
-        best = outputs.topk(min(5, outputs.shape[1])).indices
+        best = largest(outputs, TOP)
         hits = best == targets[:, None]
         none, ones = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device), torch.ones_like(targets)
         return {
@@ -92,11 +92,16 @@ class Classification(Task):
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with their probabilities."""
-        best = outputs.softmax(1).topk(min(TOP, outputs.shape[1]))
-        return best.indices, best.values
+        best = largest(outputs, TOP)
+        return best, outputs.softmax(1).gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
+
+
+def largest(outputs: Tensor, count: int) -> Tensor:
+    """The places of the largest outputs (N, classes), the largest first; of equal ones the first, as argmax has it."""
+    return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:
@@ -228,8 +233,8 @@ class Multilabel(Task):
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with the probability of each."""
-        best = self._of_names(outputs).sigmoid().topk(min(TOP, len(self.names)))
-        return best.indices, best.values
+        best = largest(self._of_names(outputs), TOP)
+        return best, outputs.sigmoid().gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets

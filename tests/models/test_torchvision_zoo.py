@@ -165,6 +165,10 @@ def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, hub, tmp_
     shutil.rmtree(one)
     file.unlink()
     shutil.rmtree(sorted((two / "checkpoints").iterdir())[-1])
+    (two / "last.safetensors").rename(tmp_path / "last.safetensors")  # as of a run that was killed in its first epoch
+    early = ModelRecipe(name=name, init_from=str(next((two / "checkpoints").iterdir())))
+    assert zoo.build(early, 2, 3, 96).transform_input
+    (tmp_path / "last.safetensors").rename(two / "last.safetensors")
     ok(*words, f"model.init_from={one}", f"output={two}", "resume=auto", env=env)
     ok(*words, f"model.init_from={sorted((two / 'checkpoints').iterdir())[-1]}", f"output={three}", env=env)
     for run in (two, three):

@@ -10,7 +10,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.zoo import form
 from trainer.recipe import Recipe
-from trainer.recipe.known_names import OWN_PHOTOS
+from trainer.recipe.known_names import OWN_PHOTOS, TIMM
 from trainer.saving.run_names import run_named
 from trainer.saving.weights import read_metadata
 
@@ -30,7 +30,12 @@ def with_pretrained_input(recipe: Recipe) -> Recipe:
         words = {f"data__{key}": value for key, value in stored.items() if getattr(recipe.data, key) is None}
         with suppress(RecipeError):  # of a damaged file, which is reported when the model is built
             return recipe.replace(**words)
-    return torchvision_zoo.with_pretrained_input(timm_zoo.with_pretrained_input(recipe))
+    mean, std, size = (timm_zoo if recipe.model.name.startswith(TIMM) else torchvision_zoo).preset(recipe.model)
+    words = {"data__image_size": size} if recipe.data.image_size is None and size else {}
+    words |= (
+        {"data__mean": mean, "data__std": std} if mean and recipe.data.mean is None and recipe.data.std is None else {}
+    )
+    return recipe.replace(**words) if words else recipe
 
 
 def _stored(source: str) -> dict[str, Any]:

@@ -15,15 +15,15 @@ import torchvision
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
-from trainer.recipe import ModelRecipe, Recipe
+from trainer.recipe import ModelRecipe
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
-OLDER = (  # names in files that were published before torchvision changed them
-    (r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)", r"\1\2"),
-    (r"(encoder_layer_\d+\.mlp)\.linear_1\.", r"\1.0."),
-    (r"(encoder_layer_\d+\.mlp)\.linear_2\.", r"\1.3."),
-)
+OLDER = {  # names in published files of DenseNet and ViT, and what torchvision calls them since
+    r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)": r"\1\2",
+    r"(encoder_layer_\d+\.mlp)\.linear_1\.": r"\1.0.",
+    r"(encoder_layer_\d+\.mlp)\.linear_2\.": r"\1.3.",
+}
 
 
 class Unreadable(Exception):
@@ -88,35 +88,30 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
 
 def published(recipe: ModelRecipe) -> Any:
     """torchvision's entry of the weights that the recipe names. Raises RecipeError where there is none."""
-    known = torchvision.models.get_model_weights(recipe.name)
-    # Those without categories have no classifier: it is NaN.
-    entries = {name: entry for name, entry in known.__members__.items() if entry.meta.get("categories", ()) is not None}
+    known = torchvision.models.get_model_weights(recipe.name).__members__
+    entries = {
+        name: entry for name, entry in known.items() if entry.meta["categories"]
+    }  # without, the last layer is NaN
     if recipe.weights not in entries:
-        listed = ", ".join(dict.fromkeys([*(entry.name for entry in entries.values()), "DEFAULT"]))
-        what = "has no classifier for" if recipe.weights in known.__members__ else "is not published for"
-        raise RecipeError(f"model.weights={recipe.weights} {what} {recipe.name}; there are {listed}")
+        what = f"model.weights={recipe.weights} is not published for {recipe.name} with a classifier"
+        raise RecipeError(f"{what}; there are {', '.join(entries)}")
     return entries[recipe.weights]
 
 
-def with_pretrained_input(recipe: Recipe) -> Recipe:
-    """A recipe that starts from weights on photos, with torchvision's mean, standard deviation and, for its own
-    weights, image size, where the recipe says nothing else. Raises RecipeError for weights that are not published."""
-    data, model = recipe.data, recipe.model
+def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
+    """Mean, standard deviation and, for torchvision's own weights, image size of what a model starts from; None each
+    where photos have these anyway. Raises RecipeError for weights that are not published."""
     if model.name not in names() or (model.weights, model.init_from) == (None, None):
-        return recipe
-    preset = published(model.model_copy(update={"weights": model.weights or "DEFAULT"})).transforms()
+        return None, None, None
+    wanted = published(model.model_copy(update={"weights": model.weights or "DEFAULT"})).transforms()
     usual = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
-    words: dict[str, Any] = {}
-    if data.mean is None and data.std is None and (preset.mean, preset.std) != (usual.mean, usual.std):
-        words |= {"data__mean": preset.mean, "data__std": preset.std}
-    if data.image_size is None and model.init_from is None and preset.crop_size != usual.crop_size:
-        words["data__image_size"] = preset.crop_size[0]
-    return recipe.replace(**words) if words else recipe
+    size = wanted.crop_size[0] if model.init_from is None and wanted.crop_size != usual.crop_size else None
+    return (None, None, size) if wanted.mean == usual.mean else (wanted.mean, wanted.std, size)
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names that torchvision's models have now."""
-    for pattern, now in OLDER:
+    for pattern, now in OLDER.items():
         weights = {re.sub(pattern, now, name): tensor for name, tensor in weights.items()}
     return weights
 
@@ -125,8 +120,7 @@ def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     """Arguments of torchvision's builder besides the number of classes."""
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_"):
-        fixed = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
-        options["image_size"] = fixed
+        options["image_size"] = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = (image_size, image_size)
     if recipe.name in AUXILIARY:
@@ -145,18 +139,12 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str:
 
 def replace_head(model: nn.Module, old: int, new: int) -> str:
     """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
-    heads: list[tuple[str, nn.Module]] = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) and layer.out_features == old)
-        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
-    ]
-    name, layer = heads[-1]
-    if isinstance(layer, nn.Linear):
-        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
-    else:
-        assert isinstance(layer, nn.Conv2d)
-        fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
+    layers: dict[str, Any] = {
+        name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
+    }
+    name, layer = [(name, layer) for name, layer in layers.items() if len(layer.weight) == old][-1]
+    bias, linear = layer.bias is not None, isinstance(layer, nn.Linear)
+    fresh = nn.Linear(layer.in_features, new, bias) if linear else nn.Conv2d(layer.in_channels, new, 1, bias=bias)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, fresh)
     return name

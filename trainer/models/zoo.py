@@ -149,16 +149,14 @@ def form(recipe: ModelRecipe) -> str | None:
     with suppress(CheckpointError, RecipeError):  # of a damaged file: reported when it is loaded
         path = run_named(recipe.init_from)
         stored = _stored_model(read_metadata(path))
-        for folder in [path, *path.absolute().parents[:2]] if path.is_dir() and not stored else []:
-            if (folder / "recipe.yaml").is_file():
-                stored = recipes.load(str(folder / "recipe.yaml")).to_dict()["model"]
+        if not stored and path.is_dir():  # a checkpoint of before its run's first weights
+            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+        weights = stored.get("weights", recipe.weights)
         if not stored:
-            tensors = read_weights(path)[0]
-            published = any(len(tensors.get(name, ())) == 1000 for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"))
-            stored = {"name": recipe.name, "weights": "DEFAULT" if published else recipe.weights}
-        if stored.get("name") == recipe.name:
-            weights = stored.get("weights")
-            return weights and torchvision_zoo.published(recipe.model_copy(update={"weights": weights})).name
+            heads = (read_weights(path)[0].get(name, ()) for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"))
+            weights = "DEFAULT" if 1000 in map(len, heads) else weights
+        published = recipe.model_copy(update={"weights": weights})
+        return None if weights is None else str(torchvision_zoo.published(published).name)
     return recipe.weights
 
 
@@ -222,19 +220,21 @@ def _are_names(classes: Sequence[str]) -> bool:
 
 
 def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        names = json.loads(metadata["classes"])
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return names
-    return []
+    names = _stored(metadata, "classes")
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def _stored_model(metadata: Mapping[str, str]) -> Mapping[str, Any]:
     """`model` in the recipe of the weights' metadata; empty where there is none."""
+    recipe = _stored(metadata, "recipe")
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _stored(metadata: Mapping[str, str], key: str) -> Any:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
-        model = json.loads(metadata["recipe"])["model"]
-        return model if isinstance(model, dict) else {}
-    return {}
+        return json.loads(metadata[key])
+    return None
 
 
 def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:

@@ -17,8 +17,24 @@ TOP = 5  # classes in a prediction
 FEW = 10  # of fewer classes, top-5 says little
 
 
+class OfClasses(Task):
+    """A task with an output for each class."""
+
+    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
+        super().__init__(recipe, names, targets)
+        weights = self._weights(targets)
+        self.weights = None if weights is None else OnDevices(weights)
+
+    def outputs(self) -> int:
+        return self.recipe.model.num_classes or len(self.names)
+
+    def _weights(self, targets: Tensor | None) -> Tensor | None:
+        """Of the classes in the loss; None where all are 1."""
+        raise NotImplementedError
+
+
 @register_task("classification")
-class Classification(Task):
+class Classification(OfClasses):
     """Cross-entropy, with label smoothing and class weights where the recipe has them; top-1 and top-5 accuracy."""
 
     metric: ClassVar[str] = "top1"
@@ -29,11 +45,6 @@ class Classification(Task):
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("label_smoothing", "class_weights")
 
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
-        super().__init__(recipe, names, targets)
-        weights = class_weights(recipe, self.names, self.outputs(), targets)
-        self.weights = None if weights is None else OnDevices(weights)
-
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
         if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
@@ -43,8 +54,14 @@ class Classification(Task):
             raise ValueError(f"{len(names)} class names are given, and a classifier needs at least 2")
         return targets.to(torch.int64)
 
-    def outputs(self) -> int:
-        return self.recipe.model.num_classes or len(self.names)
+    def _weights(self, targets: Tensor | None) -> Tensor | None:
+        """(outputs,): what a sample of each class counts. `balanced` makes all classes that have samples count alike,
+        and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
+        weights = given_weights(self.recipe, self.names)
+        if self.recipe.loss.class_weights == "balanced":
+            counts = torch.bincount(known(self.recipe, targets), minlength=len(self.names)).double()
+            weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
+        return None if weights is None else torch.cat([weights, torch.ones(self.outputs() - len(weights))])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and class indices (N,) or shares (N, classes).
@@ -104,18 +121,6 @@ def largest(outputs: Tensor, count: int) -> Tensor:
     return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:
-    """(outputs,) float32: what a sample of each class counts. `balanced` makes all classes that have samples count
-    alike, and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
-    weights = given_weights(recipe, names)
-    if weights is None and recipe.loss.class_weights is None:
-        return None
-    if weights is None:
-        counts = torch.bincount(known(recipe, targets), minlength=len(names)).double()
-        weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
-    return torch.cat([weights, torch.ones(outputs - len(weights))])
-
-
 def given_weights(recipe: Recipe, names: Sequence[str]) -> Tensor | None:
     """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
 
@@ -157,7 +162,7 @@ def described(targets: Tensor) -> str:
 
 
 @register_task("multilabel")
-class Multilabel(Task):
+class Multilabel(OfClasses):
     """Binary cross-entropy, the mean over the classes; F1 at probability 0.5, over all labels and a class at a time.
 
     F1 = 2 TP / (2 TP + FP + FN), and 0 where there is neither a label nor a prediction (van Rijsbergen, "Information
@@ -172,11 +177,6 @@ class Multilabel(Task):
     fractions: ClassVar[tuple[str, ...]] = ("f1", "f1_macro")
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("class_weights",)
-
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
-        super().__init__(recipe, names, targets)
-        weights = self._weights(targets)
-        self.weights = None if weights is None else OnDevices(weights)
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -195,9 +195,6 @@ class Multilabel(Task):
         if not ((targets == 0) | (targets == 1)).all():
             raise ValueError(f"labels must be 0 or 1, found {targets.min():g} to {targets.max():g}")
         return targets
-
-    def outputs(self) -> int:
-        return self.recipe.model.num_classes or len(self.names)
 
     def _weights(self, targets: Tensor | None) -> Tensor | None:
         """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together; 1

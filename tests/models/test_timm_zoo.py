@@ -16,7 +16,7 @@ from tests.contexts import mode_of
 from tests.data.photo_folders import photo_set
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
-from trainer.models import timm_zoo, zoo
+from trainer.models import zoo
 from trainer.models.inputs import with_pretrained_input
 from trainer.processes.rank import Place
 from trainer.processes.world import World

@@ -79,10 +79,9 @@ class ModelRecipe(_Section):
     @classmethod
     def _init_from_first(cls, plain: Any) -> Any:
         """The user's weights take the place of published ones, which a shipped recipe may name; see `zoo.form`."""
-        if not isinstance(plain, dict) or plain.get("init_from") is None:
-            return plain
-        tells = plain.get("name") in AUXILIARY and plain.get("weights") != "DEFAULT"
-        return plain if tells else {**plain, "weights": None}
+        given = isinstance(plain, dict) and plain.get("init_from") is not None
+        tells = given and plain.get("name") in AUXILIARY and plain.get("weights") != "DEFAULT"
+        return {**plain, "weights": None} if given and not tells else plain
 
 
 class DataRecipe(_Section):

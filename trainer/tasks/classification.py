@@ -29,8 +29,21 @@ class OfClasses(Task):
         return self.recipe.model.num_classes or len(self.names)
 
     def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """Of the classes in the loss; None where all are 1."""
-        raise NotImplementedError
+        """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
+
+        Raises:
+            RecipeError: not one for each name.
+        """
+        given = self.recipe.loss.class_weights
+        if given is None or given == "balanced":
+            return None
+        if len(given) != len(self.names):
+            raise RecipeError(
+                f"loss.class_weights has {len(given)} numbers, and the data {len(self.names)} classes "
+                f"({', '.join(self.names[:6])}{', ...' * (len(self.names) > 6)}): give one for each, or "
+                "loss.class_weights=balanced"
+            )
+        return torch.tensor(given, dtype=torch.float32)
 
 
 @register_task("classification")
@@ -57,7 +70,7 @@ class Classification(OfClasses):
     def _weights(self, targets: Tensor | None) -> Tensor | None:
         """(outputs,): what a sample of each class counts. `balanced` makes all classes that have samples count alike,
         and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
-        weights = given_weights(self.recipe, self.names)
+        weights = super()._weights(targets)
         if self.recipe.loss.class_weights == "balanced":
             counts = torch.bincount(known(self.recipe, targets), minlength=len(self.names)).double()
             weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
@@ -119,23 +132,6 @@ class Classification(OfClasses):
 def largest(outputs: Tensor, count: int) -> Tensor:
     """The places of the largest outputs (N, classes), the largest first; of equal ones the first, as argmax has it."""
     return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def given_weights(recipe: Recipe, names: Sequence[str]) -> Tensor | None:
-    """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
-
-    Raises:
-        RecipeError: not one for each name.
-    """
-    given = recipe.loss.class_weights
-    if given is None or given == "balanced":
-        return None
-    if len(given) != len(names):
-        raise RecipeError(
-            f"loss.class_weights has {len(given)} numbers, and the data {len(names)} classes "
-            f"({', '.join(names[:6])}{', ...' * (len(names) > 6)}): give one for each, or loss.class_weights=balanced"
-        )
-    return torch.tensor(given, dtype=torch.float32)
 
 
 def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
@@ -200,7 +196,7 @@ class Multilabel(OfClasses):
         """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together; 1
         where all samples have the label, or none."""
         if self.recipe.loss.class_weights != "balanced":
-            return given_weights(self.recipe, self.names)
+            return super()._weights(targets)
         labels = known(self.recipe, targets).double()
         ratio = (1 - labels).sum(0) / labels.sum(0)
         return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1).float()

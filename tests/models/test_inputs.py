@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torchvision
 
 from tests.command_line import QUIET, ok
 from tests.data.photo_folders import photo_set
@@ -38,6 +39,27 @@ def test_what_tells_nothing_of_images_changes_nothing(tmp_path, facts):
     assert filled(written(tmp_path / "w.safetensors", **facts)) == dict.fromkeys(FACTS)
     assert filled(tmp_path / "nowhere") == dict.fromkeys(FACTS)
     assert with_pretrained_input(load(None, f"model.init_from={written(tmp_path / 'v.safetensors')}")).data.mean is None
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("resnet18", {}),
+        ("efficientnet_v2_l", {"image_size": 480, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}),
+        ("inception_v3", {"image_size": 299}),
+    ],
+)
+def test_torchvisions_weights_are_fed_as_torchvision_prescribes(name, keys):
+    """What ImageNet's photos have anyway is left open."""
+    plain = ("data.name=imagefolder", "data.root=x", f"model.name={name}")
+    for words in ((), ("data.image_size=64", "data.mean=[0.1]", "data.std=[0.2]")):
+        data = with_pretrained_input(load(None, *plain, "model.weights=DEFAULT", *words)).data
+        typed = load(None, *plain, *words).data
+        expected = typed.model_copy(update=keys) if not words else typed
+        assert data == expected
+    assert with_pretrained_input(load(None, *plain)).data.image_size is None, "without weights"
+    preset = torchvision.models.get_model_weights(name)["DEFAULT"].transforms()
+    assert [keys.get("mean", preset.mean), keys.get("image_size", 224)] == [preset.mean, preset.crop_size[0]]
 
 
 def test_weights_of_ones_own_take_the_place_of_published_ones(tmp_path):

@@ -16,7 +16,8 @@ from tests.contexts import mode_of
 from tests.data.photo_folders import photo_set
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
-from trainer.models import timm_zoo, zoo
+from trainer.models import zoo
+from trainer.models.inputs import with_pretrained_input
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, known_names, load
@@ -103,7 +104,7 @@ def test_weights_out_of_reach_name_their_place(monkeypatch, capsys, caplog):
 @without
 def test_a_models_own_input_stands_where_the_recipe_says_nothing():
     def filled(*words):
-        data = timm_zoo.with_pretrained_input(load(None, "data.name=imagefolder", "data.root=x", *words)).data
+        data = with_pretrained_input(load(None, "data.name=imagefolder", "data.root=x", *words)).data
         return data.mean, data.std, data.image_size
 
     own = [0.5, 0.5, 0.5]
@@ -112,7 +113,7 @@ def test_a_models_own_input_stands_where_the_recipe_says_nothing():
     assert filled("model.name=timm:resnet10t", "model.weights=DEFAULT", "data.image_size=64")[2] == 64
     assert filled("model.name=timm:resnet10t", "data.mean=[0.1]") == ([0.1], None, None)
     assert filled("model.name=resnet18") == (None, None, None)
-    assert timm_zoo.with_pretrained_input(load(None, "model.name=timm:resnet10t")).data.mean is None
+    assert with_pretrained_input(load(None, "model.name=timm:resnet10t")).data.mean is None
 
 
 @without

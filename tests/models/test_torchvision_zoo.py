@@ -1,15 +1,21 @@
 """Published weights: fetched once a machine, and one line where they cannot be had."""
 
 import re
+import shutil
 
 import pytest
 import torch
 import torchvision
+from torch import nn
 
-from tests.command_line import PROJECT, QUIET, trainer
+from tests.command_line import PROJECT, QUIET, ok, result, trainer
+from tests.data.photo_folders import photo_set
+from tests.models.test_families import FAMILIES
+from trainer import load as load_run
 from trainer.errors import RecipeError, SetupError
 from trainer.models import torchvision_zoo, zoo
 from trainer.recipe import ModelRecipe
+from trainer.saving.weights import read_metadata
 
 NAME, FILE = "squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
 HUB = """
@@ -88,3 +94,97 @@ def test_what_is_there_needs_no_lock(hub):
 def test_names_that_are_not_published():
     with pytest.raises(RecipeError, match=r"BEST.*\bIMAGENET1K_V1, DEFAULT"):
         torchvision_zoo.published(ModelRecipe(name=NAME, weights="BEST"))
+
+
+# The second program is torchvision: what it makes of the same file.
+
+FAST = ("googlenet", "mobilenet_v3", "squeezenet")
+OLD_NAMES = (("denselayer", r"\.(norm|relu|conv)([12])\.", r".\1.\2."), ("mlp", r"mlp\.0\.", "mlp.linear_1."))
+OLD_NAMES += (("mlp", r"mlp\.3\.", "mlp.linear_2."),)
+AS_PUBLISHED = ("densenet", "vit", "resnet")  # their files have older names, and no counters of BatchNorm
+
+
+def published_file(hub, name, size, as_published):
+    """Weights of a seed, with auxiliary heads and older names, where torchvision keeps those that it publishes."""
+    heads = {"init_weights": False, "aux_logits": True} if name in torchvision_zoo.AUXILIARY else {}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = torchvision.models.get_model(name, num_classes=1000, **heads).eval()
+        for layer in model.modules():
+            if isinstance(layer, nn.BatchNorm2d):  # statistics of what it is given, so that a signal gets through
+                layer.train().momentum = 1.0
+            elif isinstance(layer, nn.Linear) and not layer.weight.any():  # the head of a vision transformer
+                layer.weight.normal_(0, 0.1)
+        model(torch.randn(4, 3, size, size))
+    state = model.state_dict()
+    if as_published:
+        state = {key: tensor for key, tensor in state.items() if not key.endswith("num_batches_tracked")}
+        for part, now, then in OLD_NAMES:
+            state = {re.sub(now, then, key) if part in key else key: tensor for key, tensor in state.items()}
+    url = torchvision.models.get_model_weights(name)["DEFAULT"].url
+    hub.mkdir(parents=True, exist_ok=True)
+    torch.save(state, hub / url.rpartition("/")[2])
+    return hub / url.rpartition("/")[2]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family not in FAST)) for family in FAMILIES]
+)
+def test_a_classifier_from_its_weights_computes_what_torchvision_computes(family, hub):
+    name, size = FAMILIES[family]
+    size = 224 if family == "vit" else size  # its published weights have a position for each patch of 224 pixels
+    file = published_file(hub, name, size, family in AS_PUBLISHED)
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = torchvision.models.get_model(name, weights="DEFAULT").eval()(x)
+        spread = (theirs[0] - theirs[1]).norm() / theirs.norm()
+        assert spread > 1e-3, "inputs that are not told apart prove nothing"
+        for start in ({"weights": "DEFAULT"}, {"init_from": str(file)}):
+            ours = zoo.build(ModelRecipe(name=name, **start), 1000, 3, size).eval()
+            torch.testing.assert_close(ours(x), theirs, rtol=1e-4, atol=float(theirs.norm()) * 1e-6)
+        few = zoo.build(ModelRecipe(name=name, weights="DEFAULT"), 7, 3, size).eval()
+        assert few(x).shape == (2, 7)
+        same = [few.state_dict()[key].equal(tensor) for key, tensor in ours.state_dict().items()]
+        assert same.count(False) in (1, 2), "all but the last layer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", torchvision_zoo.AUXILIARY)
+def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, hub, tmp_path):
+    file = published_file(hub, name, 96, as_published=False)
+    photos = photo_set(tmp_path / "photos", {"a": 6, "b": 6})
+    words = ["recipe=finetune", f"model.name={name}", "mode=single", f"data.root={photos}", "data.workers=0"]
+    words += ["batch_size=4", "schedule.warmup_epochs=0", "optimizer.lr=1e-20", "data.image_size=96", "threads=1"]
+    words += ["model.freeze=-1", "augment.crop=none", "epochs=2", *QUIET]
+    env = {"TORCH_HOME": str(tmp_path)}
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    ok(*words, f"output={one}", env=env)
+    said = ok(*words, f"model.init_from={one}", f"output={two}", env=env)
+    assert "with transform_input" in said.stdout
+    assert result(two)["val_loss"] == pytest.approx(result(one)["val_loss"], rel=1e-5)
+    shutil.rmtree(one)
+    file.unlink()
+    shutil.rmtree(sorted((two / "checkpoints").iterdir())[-1])
+    (two / "last.safetensors").rename(tmp_path / "last.safetensors")  # as of a run that was killed in its first epoch
+    early = ModelRecipe(name=name, init_from=str(next((two / "checkpoints").iterdir())))
+    assert zoo.build(early, 2, 3, 96).transform_input
+    (tmp_path / "last.safetensors").rename(two / "last.safetensors")
+    ok(*words, f"model.init_from={one}", f"output={two}", "resume=auto", env=env)
+    ok(*words, f"model.init_from={sorted((two / 'checkpoints').iterdir())[-1]}", f"output={three}", env=env)
+    for run in (two, three):
+        assert f"{result(two)['val_loss']:.4f}" in ok("evaluate", f"checkpoint={run}", env=env).stdout
+        assert "transform_input=True" in read_metadata(run)["model"]
+        assert load_run(run).model.transform_input
+    torch.save(torchvision.models.get_model(name, num_classes=2, init_weights=False).state_dict(), tmp_path / "own.pth")
+    for more, told in (([], "without transform_input"), (["model.weights=IMAGENET1K_V1"], "with transform_input")):
+        four = tmp_path / f"own-{len(more)}"
+        said = ok(*words, "max_steps=1", f"model.init_from={tmp_path / 'own.pth'}", *more, f"output={four}", env=env)
+        assert told in said.stdout and load_run(four).model.transform_input is bool(more)
+
+
+def test_weights_without_a_classifier_are_refused(tmp_path):
+    """VGG-16's of IMAGENET1K_FEATURES: all of its last layers are NaN."""
+    (tmp_path / "photos").mkdir()
+    for words in (["recipe=finetune", "data.root=photos"], ["predict", "photos"]):
+        done = trainer(*words, "model.name=vgg16", "model.weights=IMAGENET1K_FEATURES", cwd=tmp_path)
+        assert done.returncode == 2 and "IMAGENET1K_V1" in done.stderr and "Traceback" not in done.stderr, done.stderr

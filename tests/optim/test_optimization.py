@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
+from tests.command_line import QUIET, ok, steps
 from tests.contexts import mode_of
 from trainer.modes import Strategy
 from trainer.optim.optimization import MovingAverage, Updater, learning_rate, loss_scaler
@@ -65,6 +66,28 @@ def test_learning_rate_is_torchs(words, schedule, warmup):
     recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", *words)
     ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
     assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "step"])
+def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
+    """As the optimizer has them, step by step, in a run that max_steps ends within an epoch."""
+    own = {"cosine": ["schedule.min_lr=0.002"], "step": ["schedule.step_epochs=1", "schedule.gamma=0.5"]}
+    words = ["optimizer.lr=0.05", "optimizer.lr_per=128", f"schedule.name={name}", *own.get(name, [])]
+    words += ["schedule.warmup_epochs=1.5", "schedule.warmup_factor=0.1"]
+    words += ["epochs=5", "max_steps=22", "batch_size=256", "model.name=mlp", f"output={tmp_path / 'run'}", *QUIET]
+    ok("recipe=digits_single", *words)
+    rows = steps(tmp_path / "run")
+    each = sum(row["epoch"] == "1" for row in rows)
+    rising, top, low = round(1.5 * each), 0.05 * 256 / 128, 0.002
+    assert len(rows) == 22 and each == 5
+    after = {
+        "constant": lambda n: top,
+        "cosine": lambda n: low + (top - low) * math.cos(math.pi / 2 * n / (22 - rising)) ** 2,
+        "step": lambda n: top / 2 ** (n // each),
+    }[name]
+    for n, row in enumerate(rows):
+        expected = top * (0.1 + 0.9 * n / rising) if n < rising else after(n - rising)
+        assert float(row["lr"]) == pytest.approx(expected, rel=1e-9)
 
 
 def test_cosine_ends_at_max_steps():

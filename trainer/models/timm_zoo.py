@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainer.errors import RecipeError, SetupError, text_of
-from trainer.recipe import ModelRecipe, Recipe
-from trainer.recipe.known_names import OWN_PHOTOS, TIMM
+from trainer.recipe import ModelRecipe
+from trainer.recipe.known_names import TIMM
 
 
 def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
@@ -67,28 +67,18 @@ def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
     return f"timm.create_model('{_plain(name)}', num_classes={num_classes}, in_chans={channels}{sized})"
 
 
-def with_pretrained_input(recipe: Recipe) -> Recipe:
-    """A recipe that trains a model of timm on photos, with timm's mean, standard deviation and, where it starts from
-    weights, image size, where the recipe says nothing else.
+def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
+    """timm's mean, standard deviation and, where it starts from weights, image size; None each where it has none.
 
     Raises:
         RecipeError: timm is not installed.
     """
-    data = recipe.data
-    if not recipe.model.name.startswith(TIMM) or data.name not in OWN_PHOTOS:
-        return recipe
-    timm, name = _timm(recipe.model.name), _tagged(recipe.model)
-    if not timm.is_model(name) or ("." in name and name not in _published(timm, name)):
-        return recipe  # building it raises
-    config = timm.get_pretrained_cfg(name)
-    if config is None:
-        return recipe
-    words: dict[str, Any] = {}
-    if data.mean is None and data.std is None:
-        words |= {"data__mean": list(config.mean), "data__std": list(config.std)}
-    if data.image_size is None and (recipe.model.weights, recipe.model.init_from) != (None, None):
-        words["data__image_size"] = config.input_size[-1]
-    return recipe.replace(**words) if words else recipe
+    timm, name = _timm(model.name), _tagged(model)
+    known = timm.is_model(name) and ("." not in name or name in _published(timm, name))  # else building it raises
+    if not known or (config := timm.get_pretrained_cfg(name)) is None:
+        return None, None, None
+    size = config.input_size[-1] if (model.weights, model.init_from) != (None, None) else None
+    return list(config.mean), list(config.std), size
 
 
 def _timm(name: str) -> Any:

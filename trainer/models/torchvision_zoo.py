@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from http.client import HTTPException
@@ -11,13 +12,18 @@ from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
 from trainer.recipe import ModelRecipe
+from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
-AUXILIARY = ("googlenet", "inception_v3")  # with auxiliary heads their output would be a tuple
+OLDER = {  # names in published files of DenseNet and ViT, and what torchvision calls them since
+    r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)": r"\1\2",
+    r"(encoder_layer_\d+\.mlp)\.linear_1\.": r"\1.0.",
+    r"(encoder_layer_\d+\.mlp)\.linear_2\.": r"\1.3.",
+}
 
 
 class Unreadable(Exception):
@@ -43,18 +49,21 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         )
     builder = torchvision.models.get_model_builder(recipe.name)
     options = _options(recipe, image_size)
-    if recipe.weights is None or not starting:
+    if recipe.weights is None or recipe.init_from is not None or not starting:
         quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
         try:
             return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
         except ValueError as error:  # MaxViT's windows
             raise Unreadable(str(error)) from None
     weights = published(recipe)
-    model = _started(builder, weights, options, recipe.weights)
+    options = {} if recipe.name in AUXILIARY else options  # published files have the heads, which go afterwards
+    model: Any = _started(builder, weights, options, recipe.weights)
+    if recipe.name == "inception_v3":
+        model.aux_logits, model.AuxLogits = False, None
     classes = len(weights.meta["categories"])
     if classes != num_classes:
         replace_head(model, classes, num_classes)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
@@ -79,26 +88,43 @@ def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any],
 
 def published(recipe: ModelRecipe) -> Any:
     """torchvision's entry of the weights that the recipe names. Raises RecipeError where there is none."""
-    entries = torchvision.models.get_model_weights(recipe.name)
-    try:
-        return entries[recipe.weights]
-    except KeyError:
-        raise RecipeError(
-            f"model.weights={recipe.weights} is not published for {recipe.name}; "
-            f"there are {', '.join(entry.name for entry in entries)}, DEFAULT"
-        ) from None
+    known = torchvision.models.get_model_weights(recipe.name).__members__
+    entries = {
+        name: entry for name, entry in known.items() if entry.meta["categories"]
+    }  # without, the last layer is NaN
+    if recipe.weights not in entries:
+        what = f"model.weights={recipe.weights} is not published for {recipe.name} with a classifier"
+        raise RecipeError(f"{what}; there are {', '.join(entries)}")
+    return entries[recipe.weights]
+
+
+def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
+    """Mean, standard deviation and, for torchvision's own weights, image size of what a model starts from; None each
+    where photos have these anyway. Raises RecipeError for weights that are not published."""
+    if model.name not in names() or (model.weights, model.init_from) == (None, None):
+        return None, None, None
+    wanted = published(model.model_copy(update={"weights": model.weights or "DEFAULT"})).transforms()
+    usual = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    size = wanted.crop_size[0] if model.init_from is None and wanted.crop_size != usual.crop_size else None
+    return (None, None, size) if wanted.mean == usual.mean else (wanted.mean, wanted.std, size)
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the names that torchvision's models have now."""
+    for pattern, now in OLDER.items():
+        weights = {re.sub(pattern, now, name): tensor for name, tensor in weights.items()}
+    return weights
 
 
 def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     """Arguments of torchvision's builder besides the number of classes."""
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_"):
-        fixed = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
-        options["image_size"] = fixed
+        options["image_size"] = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = (image_size, image_size)
     if recipe.name in AUXILIARY:
-        options["aux_logits"] = False
+        options["aux_logits"] = False  # with the heads the output would be a tuple
         if recipe.weights is not None:
             options["transform_input"] = True  # the model then converts inputs to the weights' normalisation
     return options
@@ -113,18 +139,12 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str:
 
 def replace_head(model: nn.Module, old: int, new: int) -> str:
     """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
-    heads: list[tuple[str, nn.Module]] = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) and layer.out_features == old)
-        or (isinstance(layer, nn.Conv2d) and layer.out_channels == old)
-    ]
-    name, layer = heads[-1]
-    if isinstance(layer, nn.Linear):
-        fresh: nn.Module = nn.Linear(layer.in_features, new, bias=layer.bias is not None)
-    else:
-        assert isinstance(layer, nn.Conv2d)
-        fresh = nn.Conv2d(layer.in_channels, new, 1, bias=layer.bias is not None)
+    layers: dict[str, Any] = {
+        name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
+    }
+    name, layer = [(name, layer) for name, layer in layers.items() if len(layer.weight) == old][-1]
+    bias, linear = layer.bias is not None, isinstance(layer, nn.Linear)
+    fresh = nn.Linear(layer.in_features, new, bias) if linear else nn.Conv2d(layer.in_channels, new, 1, bias=bias)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, fresh)
     return name

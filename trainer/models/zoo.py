@@ -20,7 +20,7 @@ from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
-from trainer.recipe.known_names import TIMM, Registry
+from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
 from trainer.saving.files import class_name
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import StoredTensor
@@ -77,6 +77,7 @@ def build(
             f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
         )
     num_classes = recipe.num_classes or num_classes
+    recipe = recipe.model_copy(update={"weights": form(recipe)}) if starting else recipe
     if recipe.name in builders and recipe.weights is not None:
         raise RecipeError(
             f"model.weights={recipe.weights}: {recipe.name} has no published weights; model.weights=null starts "
@@ -142,6 +143,25 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int =
     return torchvision_zoo.bare(recipe, num_classes, image_size)
 
 
+def form(recipe: ModelRecipe) -> str | None:
+    """A recipe's `weights`; of GoogLeNet and Inception v3 from a file those whose form it has. They set
+    transform_input, which tensors do not tell: a run does, and ImageNet's auxiliary heads, as of a published file."""
+    if recipe.init_from is None or recipe.name not in AUXILIARY:
+        return recipe.weights
+    with suppress(CheckpointError, RecipeError):  # of a damaged file: reported when it is loaded
+        path = run_named(recipe.init_from)
+        stored = _stored_model(read_metadata(path))
+        if not stored and path.is_dir():  # a checkpoint of before its run's first weights
+            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+        weights = stored.get("weights", recipe.weights)
+        if not stored:
+            heads = (read_weights(path)[0].get(name, ()) for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"))
+            weights = "DEFAULT" if 1000 in map(len, heads) else weights
+        published = recipe.model_copy(update={"weights": weights})
+        return None if weights is None else str(torchvision_zoo.published(published).name)
+    return recipe.weights
+
+
 def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module) -> int | None:
     """How many class names `init_from`'s weights have in common; None where outputs cannot be matched by names."""
     known = _stored_classes(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
@@ -159,12 +179,14 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     path = run_named(source)
     weights, metadata = read_weights(path)
     metadata = metadata if "classes" in metadata else {**read_metadata(path), **metadata}  # a checkpoint's run's
+    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".num_batches_tracked")}
+    weights = counters | torchvision_zoo.renamed(weights)  # files of before there were counters begin at 0, as in torch
     weights = _by_class(weights, metadata, model, classes, outputs)
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
-        trained = _stored_model(metadata)
-        if trained is None or trained == name:
+        trained = _stored_model(metadata).get("name")
+        if not isinstance(trained, str) or trained == name:
             raise
         known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
@@ -200,18 +222,21 @@ def _are_names(classes: Sequence[str]) -> bool:
 
 
 def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        names = json.loads(metadata["classes"])
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return [class_name(name) for name in names]
-    return []
+    names = _stored(metadata, "classes")
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return [class_name(name) for name in names] if named else []
 
 
-def _stored_model(metadata: Mapping[str, str]) -> str | None:
-    """The model's name in the recipe of the weights' metadata."""
+def _stored_model(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """`model` in the recipe of the weights' metadata; empty where there is none."""
+    recipe = _stored(metadata, "recipe")
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _stored(metadata: Mapping[str, str], key: str) -> Any:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
-        name = json.loads(metadata["recipe"])["model"]["name"]
-        return name if isinstance(name, str) else None
+        return json.loads(metadata[key])
     return None
 
 

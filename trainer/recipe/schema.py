@@ -32,6 +32,7 @@ from trainer.recipe.kinds import (
     Root,
     Workers,
 )
+from trainer.recipe.known_names import AUXILIARY
 from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
@@ -77,9 +78,10 @@ class ModelRecipe(_Section):
     @model_validator(mode="before")
     @classmethod
     def _init_from_first(cls, plain: Any) -> Any:
-        """The user's weights take the place of published ones, which a shipped recipe may name."""
+        """The user's weights take the place of published ones, which a shipped recipe may name; see `zoo.form`."""
         given = isinstance(plain, dict) and plain.get("init_from") is not None
-        return {**plain, "weights": None} if given else plain
+        tells = given and plain.get("name") in AUXILIARY and plain.get("weights") != "DEFAULT"
+        return {**plain, "weights": None} if given and not tells else plain
 
 
 class DataRecipe(_Section):

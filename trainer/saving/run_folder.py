@@ -167,6 +167,8 @@ class RunFolder(NullFolder):
         self.settled = {
             f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
         }
+        if recipe.model.init_from is not None and recipe.model.weights is None:
+            self.settled["model__weights"] = before.model.weights
         if recipe.data.cache == "auto":
             self.settled["data__cache"] = before.data.cache
         if "local_sgd.outer_momentum" not in recipes.origins(str(file)):  # of before there was one: plain averages

@@ -17,8 +17,37 @@ TOP = 5  # classes in a prediction
 FEW = 10  # of fewer classes, top-5 says little
 
 
+class OfClasses(Task):
+    """A task with an output for each class."""
+
+    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
+        super().__init__(recipe, names, targets)
+        weights = self._weights(targets)
+        self.weights = None if weights is None else OnDevices(weights)
+
+    def outputs(self) -> int:
+        return self.recipe.model.num_classes or len(self.names)
+
+    def _weights(self, targets: Tensor | None) -> Tensor | None:
+        """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
+
+        Raises:
+            RecipeError: not one for each name.
+        """
+        given = self.recipe.loss.class_weights
+        if given is None or given == "balanced":
+            return None
+        if len(given) != len(self.names):
+            raise RecipeError(
+                f"loss.class_weights has {len(given)} numbers, and the data {len(self.names)} classes "
+                f"({', '.join(self.names[:6])}{', ...' * (len(self.names) > 6)}): give one for each, or "
+                "loss.class_weights=balanced"
+            )
+        return torch.tensor(given, dtype=torch.float32)
+
+
 @register_task("classification")
-class Classification(Task):
+class Classification(OfClasses):
     """Cross-entropy, with label smoothing and class weights where the recipe has them; top-1 and top-5 accuracy."""
 
     metric: ClassVar[str] = "top1"
@@ -29,11 +58,6 @@ class Classification(Task):
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("label_smoothing", "class_weights")
 
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
-        super().__init__(recipe, names, targets)
-        weights = class_weights(recipe, self.names, self.outputs(), targets)
-        self.weights = None if weights is None else OnDevices(weights)
-
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
         if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
@@ -43,20 +67,27 @@ class Classification(Task):
             raise ValueError(f"{len(names)} class names are given, and a classifier needs at least 2")
         return targets.to(torch.int64)
 
-    def outputs(self) -> int:
-        return self.recipe.model.num_classes or len(self.names)
+    def _weights(self, targets: Tensor | None) -> Tensor | None:
+        """(outputs,): what a sample of each class counts. `balanced` makes all classes that have samples count alike,
+        and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
+        weights = super()._weights(targets)
+        if self.recipe.loss.class_weights == "balanced":
+            counts = torch.bincount(known(self.recipe, targets), minlength=len(self.names)).double()
+            weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
+        return None if weights is None else torch.cat([weights, torch.ones(self.outputs() - len(weights))])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and class indices (N,) or shares (N, classes).
 
-        Class weights are not divided by their sum over the batch, as torch does it: that sum differs from part to part
-        of a batch.
+        A sample's smoothed loss times the weight of its class; of shares the sum of those of its classes. torch weighs
+        smoothing by the weights of all classes, and divides by the batch's weights, which differ in each of its parts.
         """
         smoothing = self.recipe.loss.label_smoothing
         if self.weights is None:
             return cross_entropy(outputs, targets, label_smoothing=smoothing)
-        weights = self.weights.on(outputs.device)
-        return cross_entropy(outputs, targets, weights, label_smoothing=smoothing, reduction="sum") / len(outputs)
+        shares = targets if targets.is_floating_point() else one_hot(targets, outputs.shape[1])
+        weighted = shares * self.weights.on(outputs.device)
+        return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, reduction="none")
@@ -70,7 +101,7 @@ class Classification(Task):
 
         And how many samples are of each class, and are predicted as it.
         """
-        best = outputs.topk(min(5, outputs.shape[1])).indices
+        best = largest(outputs, TOP)
         hits = best == targets[:, None]
         none, ones = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device), torch.ones_like(targets)
         return {
@@ -91,40 +122,16 @@ class Classification(Task):
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with their probabilities."""
-        best = outputs.softmax(1).topk(min(TOP, outputs.shape[1]))
-        return best.indices, best.values
+        best = largest(outputs, TOP)
+        return best, outputs.softmax(1).gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
 
 
-def class_weights(recipe: Recipe, names: Sequence[str], outputs: int, targets: Tensor | None) -> Tensor | None:
-    """(outputs,) float32: what a sample of each class counts. `balanced` makes all classes count alike, and a sample 1
-    on average: N / (classes x samples of the class), as scikit-learn does it."""
-    weights = given_weights(recipe, names)
-    if weights is None and recipe.loss.class_weights is None:
-        return None
-    if weights is None:
-        counts = torch.bincount(known(recipe, targets), minlength=len(names)).double()
-        weights = (counts.sum() / (len(names) * counts.clamp_min(1))).float()
-    return torch.cat([weights, torch.ones(outputs - len(weights))])
-
-
-def given_weights(recipe: Recipe, names: Sequence[str]) -> Tensor | None:
-    """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
-
-    Raises:
-        RecipeError: not one for each name.
-    """
-    given = recipe.loss.class_weights
-    if given is None or given == "balanced":
-        return None
-    if len(given) != len(names):
-        raise RecipeError(
-            f"loss.class_weights has {len(given)} numbers, and the data {len(names)} classes "
-            f"({', '.join(names[:6])}{', ...' * (len(names) > 6)}): give one for each, or loss.class_weights=balanced"
-        )
-    return torch.tensor(given, dtype=torch.float32)
+def largest(outputs: Tensor, count: int) -> Tensor:
+    """The places of the largest outputs (N, classes), the largest first; of equal ones the first, as argmax has it."""
+    return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
@@ -151,7 +158,7 @@ def described(targets: Tensor) -> str:
 
 
 @register_task("multilabel")
-class Multilabel(Task):
+class Multilabel(OfClasses):
     """Binary cross-entropy, the mean over the classes; F1 at probability 0.5, over all labels and a class at a time.
 
     F1 = 2 TP / (2 TP + FP + FN), and 0 where there is neither a label nor a prediction (van Rijsbergen, "Information
@@ -166,11 +173,6 @@ class Multilabel(Task):
     fractions: ClassVar[tuple[str, ...]] = ("f1", "f1_macro")
     mixes: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ("class_weights",)
-
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
-        super().__init__(recipe, names, targets)
-        weights = self._weights(targets)
-        self.weights = None if weights is None else OnDevices(weights)
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -190,16 +192,14 @@ class Multilabel(Task):
             raise ValueError(f"labels must be 0 or 1, found {targets.min():g} to {targets.max():g}")
         return targets
 
-    def outputs(self) -> int:
-        return self.recipe.model.num_classes or len(self.names)
-
     def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together."""
+        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together; 1
+        where all samples have the label, or none."""
         if self.recipe.loss.class_weights != "balanced":
-            return given_weights(self.recipe, self.names)
+            return super()._weights(targets)
         labels = known(self.recipe, targets).double()
-        present = labels.sum(0)
-        return ((len(labels) - present) / present.clamp_min(1)).float()
+        ratio = (1 - labels).sum(0) / labels.sum(0)
+        return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1).float()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and labels (N, classes) between 0 and 1."""
@@ -226,8 +226,8 @@ class Multilabel(Task):
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable classes with the probability of each."""
-        best = self._of_names(outputs).sigmoid().topk(min(TOP, len(self.names)))
-        return best.indices, best.values
+        best = largest(self._of_names(outputs), TOP)
+        return best, outputs.sigmoid().gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets

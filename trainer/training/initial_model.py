@@ -21,6 +21,7 @@ from trainer.models.shapes import built_on_meta, description
 from trainer.models.zoo import build, fitted, known_classes, registered_model
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
+from trainer.recipe.known_names import AUXILIARY
 from trainer.saving.checkpoint import State
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
@@ -175,8 +176,12 @@ def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
     source, names = recipe.model.init_from, data.classes
     if source is None:
         return {}
+    inputs = {}
+    if recipe.model.name in AUXILIARY:  # what tensors do not tell
+        without = "without transform_input, which model.weights=IMAGENET1K_V1 sets"
+        inputs["inputs"] = "with transform_input" if recipe.model.weights else without
     known = known_classes(recipe.model, names, model)
     if known is None:
-        return {"start": f"from {source}"}
+        return {"start": f"from {source}", **inputs}
     new = "" if known == len(names) else "; the outputs of the others begin anew"
-    return {"start": f"from {source}, which knows {known} of these {len(names)} by name{new}"}
+    return {"start": f"from {source}, which knows {known} of these {len(names)} by name{new}", **inputs}

@@ -298,20 +298,23 @@ def test_ranks_label_a_part_each(digits, photos, labelled, tmp_path):
 
 
 @pytest.mark.slow
-def test_published_weights(tmp_path, photos):
+@pytest.mark.parametrize("name", ["resnet18", "googlenet"])
+def test_published_weights(name, tmp_path, photos, monkeypatch):
     """Torchvision's own file, where it would be downloaded to; with its own transforms and class names."""
     import torchvision
 
-    weights = torchvision.models.ResNet18_Weights.DEFAULT
+    weights = torchvision.models.get_model_weights(name)["DEFAULT"]
     torch.manual_seed(0)
-    model = torchvision.models.resnet18()
+    heads = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
     hub = tmp_path / "hub" / "checkpoints"
     hub.mkdir(parents=True)
-    torch.save(model.state_dict(), hub / weights.url.rpartition("/")[2])
-    words = ["model.name=resnet18", "model.weights=DEFAULT", f"data.root={photos / '0'}", CPU, "logging.progress=false"]
+    torch.save(torchvision.models.get_model(name, **heads).state_dict(), hub / weights.url.rpartition("/")[2])
+    words = [f"model.name={name}", "model.weights=DEFAULT", f"data.root={photos / '0'}", CPU, "logging.progress=false"]
     ok("predict", *words, f"output={tmp_path / 'out'}", env={"TORCH_HOME": str(tmp_path)})
     rows = read(tmp_path / "out")
     image = torch.from_numpy(np.array(Image.open(photos / "0" / "00.png"))).permute(2, 0, 1)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    model = torchvision.models.get_model(name, weights="DEFAULT")
     with torch.inference_mode():
         best = model.eval()(weights.transforms()(image)[None]).softmax(1)[0]
     assert len(rows) == 20 and rows[0]["class"] == weights.meta["categories"][int(best.argmax())]

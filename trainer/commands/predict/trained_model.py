@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torchvision.models import get_model_weights
 
 from trainer import recipe as recipes
 from trainer import tasks
@@ -23,6 +21,7 @@ from trainer.data.folders.photo_folders import IMAGENET
 from trainer.data.folders.scanning import LeftOut
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import RecipeError, SetupError
+from trainer.models import torchvision_zoo
 from trainer.models.zoo import build, initialise
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TIMM
@@ -134,30 +133,19 @@ def published(words: Sequence[str], photos: Sequence[str] = ()) -> Trained:
             "predict needs a model and images: predict RUN photo.jpg, or without a run "
             "predict model.name=resnet50 model.weights=DEFAULT photo.jpg"
         )
-    classes, preset, size = _published(recipe)
-    model = build(recipe.model, len(classes), 3, size)
-    preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
-    weights = _fingerprint(model.state_dict())
-    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights, photos=photos)
-
-
-def _published(recipe: Recipe) -> tuple[tuple[str, ...], Any, int]:
-    """Classes, transforms and image size that torchvision publishes with weights."""
     if recipe.model.name.startswith(TIMM):
         raise RecipeError(
             f"model.name={recipe.model.name}: predict takes a model of timm from a run of yours, as checkpoint=runs/x"
         )
-    try:
-        weights = get_model_weights(recipe.model.name)[recipe.model.weights]
-    except (KeyError, ValueError):
+    if recipe.model.name not in torchvision_zoo.names():
         build(recipe.model, 1000, 3, 224)  # says what is wrong with the name
-        raise RecipeError(
-            f"model.weights={recipe.model.weights}: {recipe.model.name} has no published weights"
-        ) from None
-    preset = weights.transforms()
-    if not hasattr(preset, "crop_size"):
-        raise RecipeError(f"model.name={recipe.model.name} is not an image classifier, which predict needs")
-    return tuple(weights.meta["categories"]), preset, preset.crop_size[0]
+    entry = torchvision_zoo.published(recipe.model)
+    classes, preset = tuple(entry.meta["categories"]), entry.transforms()
+    size = preset.crop_size[0]
+    model = build(recipe.model, len(classes), 3, size)
+    preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
+    weights = _fingerprint(model.state_dict())
+    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights, photos=photos)
 
 
 def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

@@ -1,0 +1,422 @@
+"""One image, many doors: whatever it comes in and whoever reads it, it is the same image with the same answer.
+
+The inputs are a table: files in folders, nested ones, a label table, tars, Parquet; Pillow images, arrays and tensors
+of a user's program, and a registered set. So are the doors: the evaluation of training, `evaluate`, `predict` as a
+command, `run.predict`, and an exported model with the guide's own program. What all are held to is computed by that
+program and Pillow.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import unicodedata
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from safetensors import safe_open
+from torchvision.transforms.v2 import functional as vision
+
+import trainer
+from tests.command_line import QUIET, ok
+from tests.data.shards.making import parquet, tarred
+from tests.guide.documents import blocks
+from tests.pages import GUIDE
+from trainer.commands import export
+from trainer.data import class_names
+from trainer.data import registered as registered_sets
+from trainer.data.photos import decoding
+from trainer.data.shards import classes as shard_classes
+from trainer.errors import SetupError
+
+CLASSES = ("Zoo", "ant", "élan")  # in the order of their code points, as folders have them
+CUT, RESIZED = 48, 96  # sizes of the model's input: images are that high, or are resized first
+MEAN, STD = [0.5, 0.4, 0.3], [0.25, 0.3, 0.35]
+# Of a probability. Pillow and torchvision round the pixels of a JPEG, and of a resized image, in their own ways.
+LOSSLESS, ROUNDED = 1e-5, 5e-3
+WORDS = (
+    *("model.name=cnn_gn", f"data.mean={MEAN}", f"data.std={STD}", "mode=single", "augment.crop=none", "batch_size=3"),
+    *("schedule.warmup_epochs=0", "max_steps=1", "threads=1", "data.workers=0", *QUIET),
+)
+ORIENTATION = 274  # the tag of EXIF
+
+
+def turned(image: Image.Image, orientation: int) -> tuple[Image.Image, dict[str, Any]]:
+    """An image as a camera stores it that is held so, and how its file tells."""
+    undo = {5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 3: Image.Transpose.ROTATE_180}[orientation]
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return image.transpose(undo), {"exif": exif}
+
+
+def scene(seed: int) -> Image.Image:
+    """Large patches of colour: no two corners are alike."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((72, CUT), Image.Resampling.BICUBIC)
+
+
+def deep(image: Image.Image) -> Image.Image:
+    """Gray with 16 bits."""
+    return Image.fromarray(np.array(image.convert("L")).astype(np.uint16) * 257)
+
+
+def transparent(image: Image.Image) -> Image.Image:
+    image = image.convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return image
+
+
+def palette(image: Image.Image) -> tuple[Image.Image, dict[str, Any]]:
+    return image.quantize(16), {"transparency": 3}
+
+
+KINDS: dict[str, Any] = {
+    "upright.png": lambda image: image,
+    "side.png": partial(turned, orientation=6),
+    "mirrored.png": partial(turned, orientation=5),
+    "head.tif": partial(turned, orientation=3),
+    "gray.png": lambda image: image.convert("L"),
+    "deep.png": deep,
+    "deep side.png": lambda image: turned(deep(image), 6),
+    "transparent.png": transparent,
+    "palette.png": palette,
+    "tall.png": lambda image: image.transpose(Image.Transpose.ROTATE_90),
+    "photo.jpg": lambda image: turned(image, 6),
+}
+
+
+def encoded(kind: str, label: int) -> bytes:
+    """A file of this kind that shows class `label`."""
+    made = KINDS[kind](scene(100 * label + [*KINDS].index(kind)))
+    image, options = made if isinstance(made, tuple) else (made, {})
+    file = io.BytesIO()
+    image.save(file, {"jpg": "JPEG", "tif": "TIFF"}.get(kind[-3:], "PNG"), **options)
+    return file.getvalue()
+
+
+Truth = dict[tuple[str, str], dict[str, float]]  # by class and kind: the probability of each class
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos of each kind in each class, the same for training and held out, and a run on them of each size."""
+    home = tmp_path_factory.mktemp("doors")
+    for part in ("train", "val"):
+        for label, name in enumerate(CLASSES):
+            (home / "photos" / part / name).mkdir(parents=True)
+            for kind in KINDS:
+                (home / "photos" / part / name / kind).write_bytes(encoded(kind, label))
+    for size in (CUT, RESIZED):
+        words = [f"data.image_size={size}", "optimizer.lr=0.01", f"output={home}/base-{size}"]
+        trainer.train("digits", *WORDS, *folders(home), *words)
+    return home
+
+
+@pytest.fixture(scope="module")
+def guide() -> dict[str, Any]:
+    """The guide's program that prepares a photo for an exported model."""
+    (program,) = (block.text for block in blocks(GUIDE / "export.md") if block.text.startswith("# prepare.py"))
+    space: dict[str, Any] = {}
+    exec(program, space)
+    return space
+
+
+def facts_of(run: Path) -> dict[str, Any]:
+    """What weights say of their inputs."""
+    with safe_open(run / "last.safetensors", "pt") as file:
+        metadata = file.metadata()
+    keys = ("classes", "channels", "shorter_side", "image_size", "mean", "std")
+    return {key: json.loads(metadata[key]) for key in keys}
+
+
+def by_guide(prepare: Any, network: Any, run: Path, home: Path) -> Truth:
+    """Of the guide's program and a network: from inputs (1, C, H, W) float32 to scores (1, classes)."""
+    facts, found = facts_of(run), {}
+    assert tuple(facts["classes"]) == CLASSES
+    for name, kind, path in photos_of(home, "val"):
+        scores = torch.as_tensor(network(prepare(path, facts)))[0]
+        found[name, kind] = dict(zip(CLASSES, scores.softmax(0).tolist(), strict=True))
+    return found
+
+
+# --- inputs: each gives the words of a run, or its data, and the kinds of images it has ------------------------------
+
+
+def photos_of(home: Path, part: str) -> list[tuple[str, str, Path]]:
+    return [(name, kind, home / "photos" / part / name / kind) for name in CLASSES for kind in KINDS]
+
+
+def folders(home: Path) -> list[str]:
+    return ["data.name=imagefolder", f"data.root={home}/photos"]
+
+
+def nested(home: Path) -> list[str]:
+    for part in ("train", "val"):
+        for number, (name, kind, path) in enumerate(photos_of(home, part)):
+            below = home / "nested" / part / unicodedata.normalize("NFD", name) / CLASSES[number % 3] / "deep"
+            below.mkdir(parents=True, exist_ok=True)
+            (below / kind).write_bytes(path.read_bytes())
+    return ["data.name=imagefolder", f"data.root={home}/nested"]
+
+
+def table(home: Path) -> list[str]:
+    with (home / "labels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("file", "label", "split"))
+        for part in ("train", "val"):
+            for number, (name, _, path) in enumerate(photos_of(home, part)):
+                rows.writerow((path.relative_to(home), unicodedata.normalize(("NFC", "NFD")[number % 2], name), part))
+    return ["data.name=imagefolder", f"data.root={home}", f"data.labels={home}/labels.csv"]
+
+
+def tar_of_folders(home: Path) -> list[str]:
+    nested(home)
+    for part in ("train", "val"):
+        root = home / "nested" / part
+        members = [(f"./{path.relative_to(root)}", path.read_bytes()) for path in sorted(root.rglob("*.*"))]
+        tarred(home / "tar" / f"{part}.tar", members)
+    return ["data.name=shards", f"data.root={home}/tar"]
+
+
+def webdataset(home: Path) -> list[str]:
+    for part in ("train", "val"):
+        members = []
+        for number, (name, _, path) in enumerate(photos_of(home, part)):
+            label = b"%d" % CLASSES.index(name)
+            members += [(f"{number:04}{path.suffix}", path.read_bytes()), (f"{number:04}.cls", label)]
+        tarred(home / "wds" / f"x-{part}-0.tar", members)
+    (home / "wds" / "classes.txt").write_text("\n".join(CLASSES))
+    return ["data.name=shards", f"data.root={home}/wds"]
+
+
+def parquet_tables(home: Path) -> list[str]:
+    for part in ("train", "val"):
+        rows = photos_of(home, part)
+        images, labels = [path.read_bytes() for _, _, path in rows], [CLASSES.index(name) for name, _, _ in rows]
+        parquet(home / "parquet" / f"{part}-00000-of-00001.parquet", images, labels, CLASSES)
+    return ["data.name=shards", f"data.root={home}/parquet"]
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """Photos as torchvision's ImageFolder has them before any transform, in another order of classes."""
+
+    def __init__(self, home: Path, part: str, classes: tuple[str, ...]) -> None:
+        self.rows, self.classes = photos_of(home, part), classes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        name, _, path = self.rows[index]
+        return Image.open(path), self.classes.index(name)
+
+
+def pillow_items(home: Path) -> Any:
+    return Items(home, "train", CLASSES), Items(home, "val", CLASSES[::-1])
+
+
+SAME_SHAPE = [kind for kind in KINDS if kind != "tall.png"]
+
+
+def upright(path: Path) -> np.ndarray[Any, Any]:
+    """An image as people put it into an array: turned, on white, with 8 bits."""
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
+    image = image.convert("RGBA")
+    return np.array(Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB"))
+
+
+def stacked(home: Path, part: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    rows = [row for row in photos_of(home, part) if row[1] in SAME_SHAPE]
+    return np.stack([upright(path) for _, _, path in rows]), np.array([CLASSES.index(name) for name, _, _ in rows])
+
+
+def arrays(home: Path) -> Any:
+    (train, labels), (val, others) = stacked(home, "train"), stacked(home, "val")
+    flipped = np.ascontiguousarray(val[..., ::-1])[..., ::-1]  # from blue, green, red, as OpenCV reads
+    return (train, labels.astype(np.uint16)), (flipped, others.astype(">i4")), CLASSES
+
+
+def tensors(home: Path) -> Any:
+    parts = (stacked(home, part) for part in ("train", "val"))
+    return *((torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)) for x, y in parts), CLASSES
+
+
+def registered(home: Path) -> list[str]:
+    (home / "plugged.py").write_text(
+        "from trainer import register_dataset\nfrom tests import test_doors\nfrom pathlib import Path\n"
+        "register_dataset('plugged')(lambda data: (*test_doors.pillow_items(Path(data.root)), None))\n"
+    )
+    return ["data.name=plugged", f"data.root={home}", "plugin=plugged"]
+
+
+FILES = (folders, nested, table, tar_of_folders, webdataset, parquet_tables)
+INPUTS = {each.__name__: each for each in (*FILES, pillow_items, arrays, tensors, registered)}
+
+
+# --- doors ------------------------------------------------------------------------------------------------------------
+
+
+def by_python(run: Any, home: Path, form: Any) -> Truth:
+    """`run.predict` of each held-out photo in this form."""
+    photos = photos_of(home, "val")
+    told = run.predict([form(path) for _, _, path in photos])
+    return {
+        (name, kind): dict(zip(each.labels, each.probabilities, strict=True))
+        for (name, kind, _), each in zip(photos, told, strict=True)
+    }
+
+
+def by_command(folder: Path, *words: Any) -> list[dict[str, str]]:
+    """The rows that `predict` writes."""
+    ok("predict", *words, f"output={folder}")
+    with (folder / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
+
+
+def check_rows(rows: list[dict[str, str]], told: Truth) -> None:
+    """The rows say the same of all these photos, of which each has its class; those of a program have the order."""
+    answers = [{name: float(p) for name, p in (each.split("=") for each in row["top5"].split(";"))} for row in rows]
+    if not any(row["label"] for row in rows):
+        check(dict(zip(told, answers, strict=True)), told, LOSSLESS)
+        return
+    found = sorted((row["label"], float(row["label_probability"])) for row in rows)
+    wanted = sorted((name, each[name]) for (name, _), each in told.items())
+    assert [name for name, _ in found] == [name for name, _ in wanted]
+    for (name, one), (_, other) in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, abs=LOSSLESS), name
+
+
+def bound(size: int) -> float:
+    """Of a probability by Pillow and by torch, which round resized images in ways of their own."""
+    return ROUNDED if size == RESIZED else LOSSLESS
+
+
+def check(found: Truth, wanted: Truth, bound: float) -> None:
+    """Each image is what it is, but for what two decoders make of a JPEG."""
+    assert found.keys() == wanted.keys()
+    for image, told in found.items():
+        assert told == pytest.approx(wanted[image], abs=ROUNDED if image[1] == "photo.jpg" else bound), image
+
+
+def check_loss(loss: float, told: Truth, kinds: list[str]) -> None:
+    right = [each[name] for (name, kind), each in told.items() if kind in kinds]
+    expected = -math.fsum(map(math.log, right)) / len(right)
+    assert loss == pytest.approx(expected, abs=ROUNDED if "photo.jpg" in kinds else LOSSLESS)
+
+
+def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
+    """Train on an input, from the weights of the first run, which stay as they are; ask every door."""
+    given = INPUTS[name](home)
+    words, data = (given, None) if isinstance(given, list) else ([], given)
+    kinds = SAME_SHAPE if name in ("arrays", "tensors") else [*KINDS]
+    same = [f"model.init_from={home}/base-{size}", "optimizer.lr=1e-12", "optimizer.weight_decay=0"]
+    output = home / "runs" / f"{name}-{size}-{len([*home.glob('runs/*')])}"
+    words = [*words, *same, f"data.image_size={size}", f"output={output}"]
+    result = trainer.train("digits", *WORDS, *words, data=data)
+    plugin = [word for word in words if word.startswith("plugin=")]
+    run = trainer.load(output)
+    told = by_python(run, home, str)
+    with torch.no_grad():  # of photos that are cut, the guide's program tells what they are
+        check(told, by_guide(prepare, lambda x: run.model(torch.from_numpy(x)), output, home), bound(size))
+    check_loss(result["val_loss"], told, kinds)
+    if data is None:
+        assert trainer.evaluate(output)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
+        check_rows(by_command(home / "told" / output.name, output, "devices=[cpu]", *plugin), told)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, CUT) for name in INPUTS), *((name, RESIZED) for name in ("folders", "pillow_items", "arrays"))],
+)
+def test_training_evaluates_what_every_door_sees(name, size, home, guide, monkeypatch):
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    check_doors(name, size, home, guide["prepare"])
+
+
+def not_turned(image: Any, channels: int, pixel_range: Any = None) -> torch.Tensor:
+    return decoding.from_pillow(image, channels, pixel_range)
+
+
+def on_black(image: Any, channels: int, pixel_range: Any = None) -> torch.Tensor:
+    kept = image.convert("RGB") if image.mode in ("RGBA", "P") else image
+    return decoding.from_item(kept, channels, pixel_range)
+
+
+def squashed(images: torch.Tensor, size: int, _: int) -> torch.Tensor:
+    return vision.resize(images, [size, size], antialias=True)
+
+
+def innermost(paths: Any) -> int:
+    return len(next(iter(paths), ())) - 1
+
+
+MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
+    "orientation": ("pillow_items", registered_sets, "from_item", not_turned),
+    "transparency": ("pillow_items", registered_sets, "from_item", on_black),
+    "order of classes": ("pillow_items", registered_sets, "matched", lambda *_: (CLASSES, [None, None])),
+    "cut": ("arrays", registered_sets, "cut", squashed),
+    "outermost folder": ("tar_of_folders", shard_classes, "shared_depth", innermost),
+    "Unicode": ("table", class_names, "unicodedata", SimpleNamespace(normalize=lambda _, text: text)),
+}
+
+
+@pytest.mark.parametrize("door", MUTANTS)
+def test_a_door_that_does_otherwise_is_noticed(door, home, guide, monkeypatch):
+    name, room, function, mutant = MUTANTS[door]
+    monkeypatch.chdir(home)
+    INPUTS[name](home)  # files are written as ever
+    monkeypatch.setattr(room, function, mutant)
+    with pytest.raises((AssertionError, SetupError)):
+        check_doors(name, CUT, home, guide["prepare"])
+
+
+@pytest.mark.parametrize("size", [CUT, RESIZED])
+def test_a_program_may_hand_over_an_image_in_any_form(size, home):
+    run = trainer.load(home / f"base-{size}")
+    paths = by_python(run, home, str)
+    for form in (Path, Image.open, upright, lambda path: torch.from_numpy(upright(path)).permute(2, 0, 1)):
+        check(by_python(run, home, form), paths, LOSSLESS)
+
+
+@pytest.mark.parametrize("root", ["photos/val", "nested/val", "photos/val/Zoo"])
+def test_the_command_labels_folders(root, home):
+    if root.startswith("nested"):
+        nested(home)
+    run = home / f"base-{CUT}"
+    told = by_python(trainer.load(run), home, str)
+    told = {image: each for image, each in told.items() if not root.endswith("Zoo") or image[0] == "Zoo"}
+    check_rows(by_command(home / "told" / root.replace("/", "-"), run, home / root, "devices=[cpu]"), told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "exported_program"])
+def test_an_exported_model_with_the_guides_program(kind, home, guide):
+    if kind == "onnx" and not all(map(find_spec, export.ONNX)):
+        pytest.skip(f"pip install {' '.join(export.ONNX)}")
+    for size in (CUT, RESIZED):
+        run = trainer.load(home / f"base-{size}")
+        network = exported(run.export(kind, home / f"{size}{export.SUFFIXES[kind]}"))
+        check(by_guide(guide["prepare"], network, run.path, home), by_python(run, home, str), bound(size))
+
+
+def exported(file: Path) -> Any:
+    """A function from inputs (1, C, H, W) float32 to scores (1, classes)."""
+    if file.suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(file)
+        return lambda inputs: session.run(None, {"input": inputs})[0]
+    module = torch.export.load(file).module()
+    return lambda inputs: module(torch.from_numpy(inputs)).detach()

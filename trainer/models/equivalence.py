@@ -1,32 +1,56 @@
 """Proof that what replaces a model trains as the model does: both make the same training passes before the first step.
 
-Compared are random states, plain attributes (counters), weights, buffers, gradients and outputs, over several passes:
-what the first leaves behind shows in the second. Nothing of it is left. Both run the same operations on one device, so
-tolerances are for the order of sums alone: whatever computes something else is further apart.
+Compared are outputs, gradients, weights, buffers, plain attributes (counters) and random states, over two passes: what
+the first leaves behind shows in the second. Nothing of it is left.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.undisturbed import attributes, generators, undisturbed
 
-TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}  # of a tensor's norm
+SECONDS = 2.0  # that a proof may take without a word
+# Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
+Made = TypeVar("Made")
+Tensors = dict[str, Tensor | None]
 
 
 class Passes(NamedTuple):
     """What training passes did, by names."""
 
-    tensors: list[dict[str, Tensor | None]]  # buffers and changed weights, before the first pass and after each
-    attributes: list[dict[str, str]]  # plain ones, after each pass
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]  # of all passes, added up
-    random: dict[str, object]  # generators, at the end
+    tensors: list[Tensors]  # buffers and changed weights, before the first pass and after each, with its output
+    gradients: Tensors  # of all passes, added up
+    plain: list[dict[str, object]]  # after each pass: attributes and generators
+
+
+def fewest_rows(most: int, make: Callable[[int], Made], say: Callable[[str], None], name: str) -> Made | None:
+    """What `make` gives with one row, or two, or `most`: as few as the model takes. None where memory is too small.
+
+    What takes longer than `SECONDS`, and what there is no memory for, is said.
+    """
+    began = time.perf_counter()
+    for rows in sorted({1, 2, most}):
+        try:
+            made = make(rows)
+        except Exception as error:  # the model's code may raise anything
+            if is_out_of_memory(error):
+                say(f"WARNING: {name} is not compared with what replaces it: memory is too small for both")
+                return None
+            if rows >= most:
+                raise
+        else:
+            break
+    if (seconds := time.perf_counter() - began) > SECONDS:
+        say(f"{seconds:.1f} s to look at how {name} trains, to compare it with what replaces it")
+    return made
 
 
 def observe(
@@ -48,24 +72,28 @@ def observe(
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     kept = {name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()}
-    outputs, plain = list[Tensor](), list[dict[str, str]]()
+
+    def state() -> Tensors:
+        weights = ((f"change of {name}", p, kept[name][0]) for name, p in parameters.items())
+        changed: Tensors = {name: None if torch.equal(p, was) else p.detach().clone() for name, p, was in weights}
+        return changed | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+    plain = list[dict[str, object]]()
     try:
         with undisturbed([model], inputs[0].device), torch.enable_grad():
             for parameter in parameters.values():
                 parameter.grad = None
             train()
-            tensors = [_tensors(model, parameters, kept)]
+            tensors = [state()]
             for number, piece in enumerate(inputs, 1):
                 out = run(piece)
-                outputs.append(out.detach().clone())
                 if out.requires_grad:  # no loss is needed: the gradients of its outputs are drawn
                     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
                     torch.autograd.backward(out, noise.to(out))
                 after(number == len(inputs))
-                tensors.append(_tensors(model, parameters, kept))
-                plain.append(_attributes(model))
-            gradients = {f"gradient of {name}": parameter.grad for name, parameter in parameters.items()}
-            return Passes(tensors, plain, outputs, gradients, generators())
+                tensors.append(state() | {"output": out.detach()})
+                plain.append(_attributes(model) | generators())
+            return Passes(tensors, {f"gradient of {name}": p.grad for name, p in parameters.items()}, plain)
     finally:
         with torch.no_grad():
             for name, (value, gradient) in kept.items():
@@ -73,19 +101,9 @@ def observe(
                 parameters[name].grad = gradient
 
 
-def _tensors(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, tuple[Tensor, Tensor | None]]
-) -> dict[str, Tensor | None]:
-    weights = {
-        f"change of {name}": None if torch.equal(parameter, kept[name][0]) else parameter.detach().clone()
-        for name, parameter in parameters.items()
-    }
-    return weights | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def _attributes(model: nn.Module) -> dict[str, str]:
+def _attributes(model: nn.Module) -> dict[str, object]:
     """Numbers and words that a module has, and the length of what it collects."""
-    found = {}
+    found: dict[str, object] = {}
     for prefix, module in model.named_modules():
         for name, value in attributes(module).items():
             collected = isinstance(value, list | tuple | dict | set)
@@ -94,27 +112,10 @@ def _attributes(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _counted(passes: Passes) -> dict[str, tuple[str, str]]:
-    """Attributes that go on changing: what is set once, like a size, counts nothing."""
-    first, last = passes.attributes[0], passes.attributes[-1]
-    return {name: (first.get(name, ""), value) for name, value in last.items() if first.get(name) != value}
-
-
-def differences(whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> Iterator[str]:
-    """What differs, each as a noun with its distance; what tells most comes first."""
-    for name, state in whole.random.items():
-        if state != replaced.random[name]:
-            yield f"random numbers of {name} (drawn more often in one of the two)"
-    counted = _counted(whole), _counted(replaced)
-    for name in counted[0] | counted[1]:
-        if counted[0].get(name) != counted[1].get(name):
-            yield f"{name} (counts on in one of the two)"
-    pairs = [*zip(whole.tensors, replaced.tensors, strict=True), (whole.gradients, replaced.gradients)]
-    pairs += [({"output": one}, {"output": other}) for one, other in zip(whole.outputs, replaced.outputs, strict=True)]
-    for one, other in pairs:
-        for name, value in one.items():
-            if (apart := _apart(value, other[name], tolerance, floor)) is not None:
-                yield f"{name} ({apart})"
+def _counted(passes: Passes) -> dict[str, object]:
+    """What goes on changing: an attribute that is set once, like a size, counts nothing."""
+    first, last = passes.plain[0], passes.plain[-1]
+    return {name: (first.get(name), value) for name, value in last.items() if first.get(name) != value}
 
 
 def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> None:
@@ -123,12 +124,25 @@ def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: floa
     Tensors may be `tolerance` x their norm apart, or x `floor` where that is more: gradients that should be zero are
     rounding errors, which another order of sums changes.
     """
-    if found := [*differences(whole, replaced, tolerance, floor)]:
+    if found := [*_differences(whole, replaced, tolerance, floor)]:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise RecipeError(
             f"{what} would train another model: in two passes of both what differs is the {found[0]}{more}; use "
             "mode=ddp, which runs the model as it is"
         )
+
+
+def _differences(whole: Passes, replaced: Passes, tolerance: float, floor: float) -> Iterator[str]:
+    """Each as a noun with its distance; what tells most comes first."""
+    counted = _counted(whole), _counted(replaced)
+    for name in counted[0] | counted[1]:
+        if counted[0].get(name) != counted[1].get(name):
+            yield f"{name} (changed otherwise by one of the two)"
+    pairs = zip([*whole.tensors, whole.gradients], [*replaced.tensors, replaced.gradients], strict=True)
+    for one, other in pairs:
+        for name, value in one.items():
+            if (apart := _apart(value, other[name], tolerance, floor)) is not None:
+                yield f"{name} ({apart})"
 
 
 def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float = 0.0) -> str | None:
@@ -147,8 +161,6 @@ def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: fl
 
 def changing(passes: Passes) -> list[str]:
     """The state that each forward pass changes: with more passes in a step it is another model."""
-    before, after = passes.tensors[0], passes.tensors[-1]
-    return [
-        *_counted(passes),
-        *(name for name in after if _apart(before[name], after[name], TOLERANCE["fp32"]) is not None),
-    ]
+    before, after, least = passes.tensors[0], passes.tensors[-1], TOLERANCE["fp32"]
+    counted = [name for name in _counted(passes) if name.startswith("attribute ")]
+    return counted + [name for name in before if _apart(before[name], after[name], least) is not None]

@@ -149,7 +149,7 @@ def _record(model: nn.Module, mode: bool) -> Recording:
             vars(module).update(values)
     drawn = [name for name, state in generators().items() if state != states[name]]
     if drawn:
-        raise Untraceable(f"its forward draws random numbers of {drawn[0]} that do not follow from its input")
+        raise Untraceable(f"its forward draws random numbers that do not follow from its input ({drawn[0]})")
     return Recording(graph, constants, tracer)
 
 

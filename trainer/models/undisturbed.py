@@ -45,9 +45,10 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
 
 
 def generators() -> dict[str, object]:
-    """The states of the global generators by whose they are, to compare."""
+    """The states of the global generators, to compare, by names for messages."""
     numpys, torchs = np.random.get_state(legacy=False)["state"], torch.get_rng_state().numpy().tobytes()
-    return {"Python": random.getstate(), "NumPy": (numpys["key"].tobytes(), numpys["pos"]), "torch": torchs}
+    states = {"NumPy": (numpys["key"].tobytes(), numpys["pos"]), "Python": random.getstate(), "torch": torchs}
+    return {f"random state of {name}": state for name, state in states.items()}
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 from tests.modes.pipeline.test_streams import CPU, ROWS, digits, staged
 from trainer.errors import RecipeError
+from trainer.models import equivalence
 from trainer.modes.pipeline import stages
 
 
@@ -180,7 +181,7 @@ def test_a_model_that_one_row_is_too_few_for():
 
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
 def test_a_long_proof_is_told(seconds, monkeypatch):
-    monkeypatch.setattr(stages, "PROOF_SECONDS", seconds)
+    monkeypatch.setattr(equivalence, "SECONDS", seconds)
     said = []
     staged(Base(), [CPU, CPU], "mode=split", say=said.append)
     assert any("compare" in line for line in said) == (seconds == 0)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
-from trainer.models.equivalence import TOLERANCE, Passes, changing, check_equivalent, observe
+from trainer.models.equivalence import TOLERANCE, Passes, changing, check_equivalent, fewest_rows, observe
 from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
 from trainer.models.undisturbed import undisturbed
@@ -37,8 +37,6 @@ from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (2, 50), 0.5  # at least and at most, the first to warm up; enough once so long
-
-PROOF_SECONDS = 2.0  # that a proof may take without a word
 
 
 class Staged(Strategy):
@@ -85,18 +83,12 @@ class Staged(Strategy):
         Raises:
             RecipeError: they train another model, or each pass changes some state, and a step has several.
         """
-        began, name = time.perf_counter(), f"model.name={self.recipe.model.name}"
-        sizes = {1, 2, self.pipe.rows // max(self.pipe.counts)}  # as few as the model takes
-        for rows in sorted(sizes):
-            try:
-                whole, cut = self._passes(traced, rows)
-                break
-            except Exception as error:  # the model's code may raise anything
-                if is_out_of_memory(error):
-                    self.context.say(f"WARNING: {name} is not compared with its stages: the host has too little memory")
-                    return
-                if rows == max(sizes):
-                    raise
+        name, most = f"model.name={self.recipe.model.name}", self.pipe.rows // max(self.pipe.counts)
+        seen = fewest_rows(most, partial(self._passes, traced), self.context.say, name)
+        self._deferred.clear()
+        if seen is None:
+            return
+        whole, cut = seen
         check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[self.recipe.precision])
         norms = tuple(f"buffer {layer}." for layer in statistics_layers(self.model))
         states = [state for state in changing(whole) if not state.startswith(norms)]
@@ -105,8 +97,6 @@ class Staged(Strategy):
                 f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
                 "mode=ddp, or mode=split"
             )
-        if (seconds := time.perf_counter() - began) > PROOF_SECONDS:
-            self.context.say(f"pipeline: {seconds:.1f} s to compare the stages with the whole model, on the CPU")
 
     def _passes(self, traced: Traced, rows: int) -> tuple[Passes, Passes]:
         """Two training passes of the whole model, and of its blocks."""

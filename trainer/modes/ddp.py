@@ -1,6 +1,7 @@
 """`ddp`: a replica on every rank, gradients averaged while the backward pass still runs.
 
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Torch calls the
+model as it is, so unlike stages and shards it needs no proof of `models.equivalence`.
 """
 
 from __future__ import annotations

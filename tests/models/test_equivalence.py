@@ -161,4 +161,6 @@ def test_state_that_each_pass_changes_is_named():
     assert changing(passes(model)) == []
     assert changing(passes(model, partial(changed_buffer, model))) == ["buffer kept"]
     assert changing(passes(model, partial(counts, model))) == ["attribute count"]
+    before = model.a.weight.clone()
     assert changing(passes(model, partial(changed_weight, model))) == ["change of a.weight"]
+    assert torch.equal(model.a.weight, before)

@@ -7,10 +7,10 @@ from trainer.data import Example, TensorSpec
 from trainer.modes import Context, create
 
 
-def context(recipe, world, shape, classes=10, **more):
+def context(recipe, world, shape, classes=10, dtype=torch.float32, **more):
     """What a mode is given for micro-batches of inputs (N, ...)."""
     rows, *inside = shape
-    example = Example(rows, TensorSpec(tuple(inside), torch.float32))
+    example = Example(rows, TensorSpec(tuple(inside), dtype))
     return Context(recipe, world, tasks.create(recipe, tuple(map(str, range(classes)))), example, **more)
 
 

@@ -46,7 +46,8 @@ def distances(name, size, world):
     targets = torch.arange(ROWS) % CLASSES
     each = ROWS // world.size
     rows = slice(each * world.rank, each * (world.rank + 1))
-    plain, sharded = model_of(name, size).train(), mode_of(recipe, world, (each, 3, size, size), classes=CLASSES)
+    shape, plain = (each, 3, size, size), model_of(name, size).train()
+    sharded = mode_of(recipe, world, shape, classes=CLASSES, dtype=torch.float64)
     sharded.setup(model_of(name, size))
     apart = []
     for _ in range(2):

@@ -94,8 +94,8 @@ class Example:
         strides of a batch."""
         if not self.inputs.dtype.is_floating_point:
             return self.zeros(device, rows).inputs
-        inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0)).to(device)
-        return self._laid_out(inputs, channels_last)
+        inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0))
+        return self._laid_out(inputs.to(device, self.inputs.dtype), channels_last)
 
     def _laid_out(self, inputs: Tensor, channels_last: bool) -> Tensor:
         if not self.images or inputs.dim() != 4 or not (channels_last or inputs.shape[1] == 1):

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import RecipeError
-from trainer.models.balance import undisturbed
 from trainer.models.blocks import keeps_statistics
+from trainer.models.undisturbed import undisturbed
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -1,6 +1,7 @@
 """`ddp`: a replica on every rank, gradients averaged while the backward pass still runs.
 
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Torch calls the
+model as it is, so unlike stages and shards it needs no proof of `models.equivalence`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.models.balance import undisturbed
 from trainer.models.norms import unlike, writes_statistics_only
+from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers

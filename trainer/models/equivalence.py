@@ -1,0 +1,166 @@
+"""Proof that what replaces a model trains as the model does: both make the same training passes before the first step.
+
+Compared are outputs, gradients, weights, buffers, plain attributes (counters) and random states, over two passes: what
+the first leaves behind shows in the second. Nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import RecipeError, is_out_of_memory
+from trainer.models.undisturbed import attributes, generators, undisturbed
+
+SECONDS = 2.0  # that a proof may take without a word
+# Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
+Made = TypeVar("Made")
+Tensors = dict[str, Tensor | None]
+
+
+class Passes(NamedTuple):
+    """What training passes did, by names."""
+
+    tensors: list[Tensors]  # buffers and changed weights, before the first pass and after each, with its output
+    gradients: Tensors  # of all passes, added up
+    plain: list[dict[str, object]]  # after each pass: attributes and generators
+
+
+def fewest_rows(most: int, make: Callable[[int], Made], say: Callable[[str], None], name: str) -> Made | None:
+    """What `make` gives with one row, or two, or `most`: as few as the model takes. None where memory is too small.
+
+    What takes longer than `SECONDS`, and what there is no memory for, is said.
+    """
+    began = time.perf_counter()
+    for rows in sorted({1, 2, most}):
+        try:
+            made = make(rows)
+        except Exception as error:  # the model's code may raise anything
+            if is_out_of_memory(error):
+                say(f"WARNING: {name} is not compared with what replaces it: memory is too small for both")
+                return None
+            if rows >= most:
+                raise
+        else:
+            break
+    if (seconds := time.perf_counter() - began) > SECONDS:
+        say(f"{seconds:.1f} s to look at how {name} trains, to compare it with what replaces it")
+    return made
+
+
+def observe(
+    model: nn.Module,
+    train: Callable[[], object],
+    run: Callable[[Tensor], Tensor],
+    inputs: Sequence[Tensor],
+    after: Callable[[bool], object] = lambda last: None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> Passes:
+    """Run training passes of a model, or of what replaces it and shares its weights, and undo them.
+
+    Args:
+        train: switches to training.
+        run: a forward pass.
+        inputs: a micro-batch (N, ...) for each pass.
+        after: what ends a pass, behind its backward pass; told whether it is the last.
+        parameters: this rank's own, where the model holds others by now.
+    """
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
+    kept = {name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()}
+
+    def state() -> Tensors:
+        weights = ((f"change of {name}", p, kept[name][0]) for name, p in parameters.items())
+        changed: Tensors = {name: None if torch.equal(p, was) else p.detach().clone() for name, p, was in weights}
+        return changed | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+    plain = list[dict[str, object]]()
+    try:
+        with undisturbed([model], inputs[0].device), torch.enable_grad():
+            for parameter in parameters.values():
+                parameter.grad = None
+            train()
+            tensors = [state()]
+            for number, piece in enumerate(inputs, 1):
+                out = run(piece)
+                if out.requires_grad:  # no loss is needed: the gradients of its outputs are drawn
+                    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+                    torch.autograd.backward(out, noise.to(out))
+                after(number == len(inputs))
+                tensors.append(state() | {"output": out.detach()})
+                plain.append(_attributes(model) | generators())
+            return Passes(tensors, {f"gradient of {name}": p.grad for name, p in parameters.items()}, plain)
+    finally:
+        with torch.no_grad():
+            for name, (value, gradient) in kept.items():
+                parameters[name].copy_(value)
+                parameters[name].grad = gradient
+
+
+def _attributes(model: nn.Module) -> dict[str, object]:
+    """Numbers and words that a module has, and the length of what it collects."""
+    found: dict[str, object] = {}
+    for prefix, module in model.named_modules():
+        for name, value in attributes(module).items():
+            collected = isinstance(value, list | tuple | dict | set)
+            if collected or isinstance(value, bool | int | float | str):
+                found[f"attribute {prefix}{'.' * bool(prefix)}{name}"] = repr(len(value) if collected else value)
+    return found
+
+
+def _counted(passes: Passes) -> dict[str, object]:
+    """What goes on changing: an attribute that is set once, like a size, counts nothing."""
+    first, last = passes.plain[0], passes.plain[-1]
+    return {name: (first.get(name), value) for name, value in last.items() if first.get(name) != value}
+
+
+def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> None:
+    """Raise RecipeError if `what` replaces a model, by its name, and trains another.
+
+    Tensors may be `tolerance` x their norm apart, or x `floor` where that is more: gradients that should be zero are
+    rounding errors, which another order of sums changes.
+    """
+    if found := [*_differences(whole, replaced, tolerance, floor)]:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise RecipeError(
+            f"{what} would train another model: in two passes of both what differs is the {found[0]}{more}; use "
+            "mode=ddp, which runs the model as it is"
+        )
+
+
+def _differences(whole: Passes, replaced: Passes, tolerance: float, floor: float) -> Iterator[str]:
+    """Each as a noun with its distance; what tells most comes first."""
+    counted = _counted(whole), _counted(replaced)
+    for name in counted[0] | counted[1]:
+        if counted[0].get(name) != counted[1].get(name):
+            yield f"{name} (changed otherwise by one of the two)"
+    pairs = zip([*whole.tensors, whole.gradients], [*replaced.tensors, replaced.gradients], strict=True)
+    for one, other in pairs:
+        for name, value in one.items():
+            if (apart := _apart(value, other[name], tolerance, floor)) is not None:
+                yield f"{name} ({apart})"
+
+
+def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float = 0.0) -> str | None:
+    """How far two tensors are from each other, None where they are alike."""
+    if one is None or other is None:
+        return None if one is other else "there in one of the two alone"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return "of another shape or type"
+    if torch.equal(one, other):
+        return None
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (one, other))
+    first, second = (tensor.double().nan_to_num(1e30, 2e30, -2e30) for tensor in real)
+    distance = ((first - second).norm() / first.norm().clamp(min=floor)).item()
+    return None if distance <= tolerance else f"{distance:.2g} of its norm apart"
+
+
+def changing(passes: Passes) -> list[str]:
+    """The state that each forward pass changes: with more passes in a step it is another model."""
+    before, after, least = passes.tensors[0], passes.tensors[-1], TOLERANCE["fp32"]
+    counted = [name for name in _counted(passes) if name.startswith("attribute ")]
+    return counted + [name for name in before if _apart(before[name], after[name], least) is not None]

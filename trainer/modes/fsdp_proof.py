@@ -1,0 +1,100 @@
+"""Proof that sharded weights train as the whole model does: that of `models.equivalence`, over ranks.
+
+Rank 0 has the whole model before it is sharded, and makes two passes of it. Then all ranks make the same passes of the
+sharded one: each rank's rows of the summed gradients are those of rank 0's whole ones, so many times.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from trainer.errors import RecipeError
+from trainer.models.blocks import hold_statistics
+from trainer.models.equivalence import Passes, Tensors, check_equivalent, fewest_rows, observe
+from trainer.models.norms import training_norms
+from trainer.modes.base import Strategy
+from trainer.processes.world import PATIENCE
+
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
+FLOOR = 1e-2  # of the whole model's gradient
+
+
+def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | None:
+    """On rank 0: two training passes of the model on its device, and of how many rows. None if it does not fit."""
+
+    def passes(rows: int) -> tuple[Passes, int]:
+        try:
+            return _passes(strategy, model.to(strategy.device), rows), rows
+        finally:
+            model.to("cpu")
+
+    name, rows = f"model.name={strategy.recipe.model.name}", strategy.context.example.rows
+
+    def on_main() -> tuple[Passes, int] | None:
+        return fewest_rows(rows, passes, strategy.context.say, name) if strategy.world.is_main else None
+
+    return strategy.world.all_or_none(on_main, PATIENCE)
+
+
+def _passes(strategy: Strategy, model: nn.Module, rows: int, **options: Any) -> Passes:
+    def train() -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)  # on each rank
+        model.train()
+        hold_statistics(model)
+
+    inputs = strategy.context.example.random(strategy.device, 2 * rows, strategy.recipe.channels_last).split(rows)  # type: ignore[no-untyped-call]
+    with torch.compiler.set_stance("force_eager"):
+        return observe(model, train, lambda piece: strategy.in_precision(model, piece), inputs, **options)
+
+
+def check_sharded(strategy: Strategy, whole: tuple[Passes, int] | None) -> None:
+    """Hold this rank's part of the sharded model against what `observe_whole` saw. Collective.
+
+    Raises:
+        RecipeError: they train otherwise, on some rank.
+    """
+    world, module, parameters = strategy.world, strategy.module, strategy.named_parameters()
+    if not (rows := world.broadcast_object(whole[1] if whole else 0)):
+        return
+
+    def after(last: bool) -> None:
+        if last:
+            strategy.reduce_gradients()
+
+    sharded = _passes(strategy, module, rows, after=after, parameters=parameters)
+    expected, norm = _own_rows(strategy, whole[0].gradients if whole else {})
+    passes = (whole[0] if whole else sharded)._replace(gradients=expected)  # other ranks see no more of the whole
+    if strategy.recipe.sync_bn:  # all ranks' rows count: the same variance, but for an unbiased one's divisor
+        for layer in training_norms(module):
+            for state in (*passes.tensors, *sharded.tensors):
+                state.pop(f"buffer {layer}.running_var", None)
+    error = None
+    try:
+        name = f"model.name={strategy.recipe.model.name} in shards"
+        check_equivalent(name, passes, sharded, TOLERANCE[strategy.recipe.precision], FLOOR * norm)
+    except RecipeError as caught:
+        error = caught
+    world.raise_any(error)
+
+
+def _own_rows(strategy: Strategy, found: Tensors) -> tuple[Tensors, float]:
+    """This rank's rows of gradients that rank 0 found, summed over all ranks, and their norm. Collective."""
+    world = strategy.world
+    kinds = {name: None if gradient is None else gradient.dtype for name, gradient in found.items()}
+    norm = get_total_norm([gradient.float() for gradient in found.values() if gradient is not None]).item()
+    kinds, norm = world.broadcast_object((kinds, norm))
+    expected: Tensors = dict.fromkeys(kinds)
+    for (name, kind), piece in zip(kinds.items(), strategy.layout(strategy.named_parameters()).values(), strict=True):
+        if kind is not None:
+            gradient = found.get(name)
+            values = torch.empty(piece.shape, dtype=kind, device=strategy.device) if gradient is None else gradient
+            rows = world.broadcast_(values.contiguous()).narrow(0, piece.start, len(piece.local))
+            expected[name] = rows.to(strategy.home) * world.size
+    return expected, norm * world.size

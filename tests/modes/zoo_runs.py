@@ -21,7 +21,7 @@ import torch
 from tests.modes.odd_models import DRAWS, HALF, ODD, WHOLE_BATCH, Normed, SinglePart
 from tests.modes.ways import ONE_PROCESS, PIPELINE
 from trainer import train
-from trainer.errors import RecipeError, TrainerError
+from trainer.errors import RecipeError
 from trainer.optim.optimization import Updater
 from trainer.saving import checkpoint
 
@@ -47,7 +47,8 @@ WAYS = {
 
 def words_of(name, way):
     kind = ODD[name]
-    return [f"model.name={name}", *(["precision=bf16"] if kind is SinglePart else []), *(STILL if kind in DRAWS else MOVING), *way]
+    more = ["precision=bf16"] * (kind is SinglePart) + (STILL if kind in DRAWS else MOVING)
+    return [f"model.name={name}", *more, *way]
 
 
 def trained(name, way, folder):
@@ -64,7 +65,8 @@ def trained(name, way, folder):
     Updater.step = noted
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            result = train(*WORDS, *words, f"output={folder}", on_step=lambda report: losses.append(report.loss) or True)
+            words += [f"output={folder}"]
+            result = train(*WORDS, *words, on_step=lambda report: losses.append(report.loss) or True)
     except RecipeError as error:
         return {"refused": str(error)}
     finally:
@@ -148,7 +150,7 @@ def on_ranks(name, way, folder):
             if os.WIFSIGNALED(status):
                 signals.append(f"rank {rank} ended by {signal.Signals(os.WTERMSIG(status)).name}")
                 break
-            if not isinstance(torch.load(folder / f"{rank}.pt"), dict) or "refused" in torch.load(folder / f"{rank}.pt"):
+            if "losses" not in torch.load(folder / f"{rank}.pt"):
                 begun = min(begun, time.monotonic() - PATIENCE + 2)  # as torchrun, which then ends the others
         else:
             time.sleep(0.005)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from trainer.errors import RecipeError
+from trainer.models.hooks import deep_copy, hang, hooks_by_name
 from trainer.models.small import SMALL
 
 OFFERED = ("num_classes", "channels", "image_size")  # parameters that a function may have
@@ -70,11 +70,16 @@ class Given:
         source = self.source
         if isinstance(source, nn.Module) and any(p.device.type != "cpu" for p in source.parameters()):
             source = self._copied(source)
-        return {"source": source}
+        return {"source": source, "hooks": hooks_by_name(source) if isinstance(source, nn.Module) else {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.source = state["source"]
+        if isinstance(self.source, nn.Module):  # pickled parameters come without
+            hang(self.source, state["hooks"])
 
     def _copied(self, source: nn.Module) -> nn.Module:
         try:
-            return copy.deepcopy(source).cpu()
+            return deep_copy(source).cpu()
         except Exception as error:  # a module may hold anything at all
             reason = " ".join(str(error).split())[:160]
             raise RecipeError(

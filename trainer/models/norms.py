@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import RecipeError
 from trainer.models.balance import undisturbed
 from trainer.models.blocks import keeps_statistics
+from trainer.recipe import Recipe
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -51,9 +53,16 @@ def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def check_alone(model: nn.Module) -> None:
-    """Refuse layers that communicate with other ranks, which may be at another layer."""
+def check_alone(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse layers that communicate with other ranks, which may be at another layer, and what ranks would not make one
+    of: running statistics of single images."""
     for name, layer in model.named_modules():
+        tracks = isinstance(layer, _InstanceNorm) and layer.running_mean is not None and not keeps_statistics(layer)
+        if tracks and recipe.traits.exchanges in ("gradients", "shards"):
+            raise RecipeError(
+                f"model.name={recipe.model.name}: running statistics of layer {name} ({type(layer).__name__}) would be "
+                f"of rank 0's images alone: make it track_running_stats=False, or type mode=single"
+            )
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(
                 f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics with ranks that "

@@ -26,6 +26,9 @@ def without_values(model: nn.Module) -> nn.Module:
             shape = tensor.detach().to("meta")
             trained = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if trained else shape
+    for module in model.modules():  # what is computed of weights, as of pruned ones, torch refuses to copy
+        computed = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
+        memo |= {id(tensor): tensor.detach().to("meta") for tensor in computed}
     return copy.deepcopy(model, memo).to("meta")
 
 

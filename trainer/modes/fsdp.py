@@ -24,6 +24,7 @@ from trainer.models.norms import training_norms
 from trainer.models.shapes import give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
+from trainer.modes.fsdp_order import Order
 from trainer.modes.fsdp_units import (
     Storage,
     compile_forward,
@@ -89,6 +90,7 @@ class FullyShardedDataParallel(Strategy):
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
         mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
+        self.order = Order(self._refusal, always=self.device.type == "cpu")
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
@@ -105,6 +107,7 @@ class FullyShardedDataParallel(Strategy):
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+                self.order.watch(unit, name)
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -136,7 +139,9 @@ class FullyShardedDataParallel(Strategy):
             if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
             with self._explained():
-                return super().forward_backward(batch, weight, sync)
+                loss = super().forward_backward(batch, weight, sync)
+            self.order.end_pass([name for name, parameter in self.sharded.items() if parameter.grad is not None])
+            return loss
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -169,15 +174,23 @@ class FullyShardedDataParallel(Strategy):
                 parameter.grad = None  # torch would add the next step's
 
     def grad_norm(self) -> Tensor:
-        norm = super().grad_norm()
-        return norm if self.sharded is None else self.world.sum_(norm.square().to(self.home), "shards").sqrt()
+        return super().grad_norm() if self.sharded is None else self.norm_over_ranks("shards", self.home)
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
         with lost_peers(), self._explained():
-            return super().forward(inputs)
+            outputs = super().forward(inputs)
+            if self.sharded is not None:
+                self.order.end_pass()
+            return outputs
+
+    def path(self) -> int:
+        return 0 if self.sharded is None else self.order.digest
+
+    def other_paths(self) -> RecipeError:
+        return self._refusal(self.order.reason())
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""

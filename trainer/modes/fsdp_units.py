@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.models.blocks import blocks
+from trainer.models.hooks import hooks_of
 
 Storage = weakref.ref[torch.UntypedStorage]
 TRIES = 20
@@ -62,6 +63,8 @@ def unshardable(unit: nn.Module, prefix: str) -> str | None:
             return f"has a parameter without dimensions, {name}"
         if not parameter.numel():
             return f"has an empty parameter, {name}"
+        if hooks_of(parameter):
+            return f"has a hook of a parameter, {name}"
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
     return f"trains {' and '.join(kinds)} in one block" if len(kinds) > 1 else None
 

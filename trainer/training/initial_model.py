@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from trainer import tasks
@@ -16,9 +18,8 @@ from trainer.data.feeds import known_labels
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.photo_reader import private_draws
 from trainer.errors import RecipeError
-from trainer.models.given import Given
 from trainer.models.shapes import built_on_meta, description
-from trainer.models.zoo import build, fitted, known_classes, registered_model
+from trainer.models.zoo import build, fitted, known_classes
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import State
@@ -53,12 +54,11 @@ def initial_model(
         check_task(task, model, data, tell)
         return model
 
-    if recipe.traits.exchanges == "shards" and world.size > 1:
-        return _whole_on_rank_0(checked, lambda: make(starting=False), recipe.model.name, world, say)
-    model = make()
-    if state is None and isinstance(registered_model(recipe.model.name), Given):
-        broadcast_weights(model, world)
-    check_task(task, model, data, tell)
+    name, in_shards = recipe.model.name, recipe.traits.exchanges == "shards" and world.size > 1
+    model = _whole_on_rank_0(checked, lambda: make(starting=False), name, world, say) if in_shards else make()
+    make_one(model, name, world, say if state is None else lambda _: None, weights=not in_shards)
+    if not in_shards:
+        check_task(task, model, data, tell)
     return model
 
 
@@ -110,10 +110,39 @@ def model_for(
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
 
 
-def broadcast_weights(model: nn.Module, world: World) -> None:
-    """Rank 0's weights on every rank: a program that torchrun runs may have drawn its own on each."""
-    for tensor in [*model.parameters(), *model.buffers()] if world.size > 1 else []:
-        tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
+def make_one(model: nn.Module, name: str, world: World, say: Callable[[str], None], weights: bool) -> None:
+    """Rank 0's `weights` on every rank, where some made others: not all draws are of torch's seeded generators.
+
+    Raises:
+        RecipeError: they differ in something that is no weight, or in the weights' names or shapes.
+    """
+    if world.size == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mine = {key: repr((*tensor.shape, tensor.dtype)) for key, tensor in tensors.items()}
+    for path, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, float | np.ndarray | Tensor)}
+        mine |= {f"{path}.{key}".lstrip("."): _digest(value) for key, value in plain.items()}
+    whole = "".join(map(_digest, tensors.values())) if weights else ""
+    every: list[tuple[dict[str, str], str]] = world.broadcast_object(world.gather((mine, _digest(whole))))
+    other = next((key for theirs, _ in every for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)), None)
+    if other is not None:
+        raise RecipeError(
+            f"model.name={name} is another model on each rank, in {other}: make it a parameter or a buffer, which all "
+            "get from rank 0, or draw it with torch.rand or NumPy's np.random.rand, which are seeded"
+        )
+    if len({digest for _, digest in every}) > 1:
+        say(f"model.name={name}: each rank drew weights of its own, outside of seeded generators; all have rank 0's")
+        for tensor in tensors.values():
+            tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
+
+
+def _digest(value: Any) -> str:
+    """Of a number, a text, or an array's or tensor's values."""
+    if isinstance(value, Tensor) and not value.is_meta:
+        return xxhash.xxh3_64_hexdigest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    plain = isinstance(value, np.ndarray) and value.dtype != object
+    return xxhash.xxh3_64_hexdigest(value.tobytes() if plain else repr(value).encode())
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:

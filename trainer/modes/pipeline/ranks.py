@@ -214,7 +214,7 @@ class ProcessPipeline(Staged):
         return Communication(self.averaging.seconds() / max(1, steps))
 
     def grad_norm(self) -> Tensor:
-        return self.world.sum_(super().grad_norm().square().to(self.device), "stages").sqrt()
+        return self.norm_over_ranks("stages", self.device)
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)

@@ -162,7 +162,7 @@ def on_ranks(name, way, folder):
     refused = next((each for each in found if isinstance(each, dict) and "refused" in each), None)
     if signals or (not refused and hung):
         return "; ".join([*signals, *hung, *(each for each in found if isinstance(each, str))])
-    return refused or next((each for each in found if isinstance(each, str)), found[0])
+    return refused or "; ".join(each for each in found if isinstance(each, str)) or found[0]
 
 
 def look(way, names, reference, home):

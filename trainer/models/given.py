@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -10,10 +11,8 @@ from typing import Any
 import torchvision
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from trainer.errors import RecipeError
-from trainer.models.hooks import deep_copy, hang, hooks_by_name
 from trainer.models.small import SMALL
 
 OFFERED = ("num_classes", "channels", "image_size")  # parameters that a function may have
@@ -30,8 +29,8 @@ class Given:
         """Raises RecipeError for what is neither a module nor a function of `OFFERED`."""
         if isinstance(source, nn.Module):
             source = bare(source)
-            if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
-                raise RecipeError("model= has lazy layers: call model(batch) once before")
+            if (reason := not_in_a_copy(source)) is not None:
+                raise RecipeError(f"model= {reason}, which no copy of it has: give a function that makes it")
             if not any(parameter.requires_grad for parameter in source.parameters()):
                 raise RecipeError("model= has nothing to train: set requires_grad=True on some of its parameters")
         elif not callable(source):
@@ -70,21 +69,33 @@ class Given:
         source = self.source
         if isinstance(source, nn.Module) and any(p.device.type != "cpu" for p in source.parameters()):
             source = self._copied(source)
-        return {"source": source, "hooks": hooks_by_name(source) if isinstance(source, nn.Module) else {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.source = state["source"]
-        if isinstance(self.source, nn.Module):  # pickled parameters come without
-            hang(self.source, state["hooks"])
+        return {"source": source}
 
     def _copied(self, source: nn.Module) -> nn.Module:
         try:
-            return deep_copy(source).cpu()
+            return copy.deepcopy(source).cpu()
         except Exception as error:  # a module may hold anything at all
             reason = " ".join(str(error).split())[:160]
             raise RecipeError(
                 f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): give a function that makes it"
             ) from None
+
+
+def not_in_a_copy(model: nn.Module) -> str | None:
+    """What torch leaves out of a module's copy, or leaves with the original."""
+    own = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        attributes = vars(module).values()
+        functions = [*attributes, *(hook for hooks in attributes if isinstance(hooks, dict) for hook in hooks.values())]
+        cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
+        if any(id(cell.cell_contents) in own for cell in cells):
+            return f"has a function in {name or 'itself'} that refers to the model around it"
+    return next((f"has a hook of a parameter, {name}" for name, p in model.named_parameters() if has_hooks(p)), None)
+
+
+def has_hooks(parameter: Any) -> bool:
+    """Whether something is done to its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -111,15 +111,10 @@ def _check_kinds(model: nn.Module, name: str) -> None:
     """Refuse parameters that no mode can train, with what to write instead."""
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(parameter):
-            raise RecipeError(
-                f"model.name={name} has lazy layers, as {key.rpartition('.')[0] or 'itself'}, which get their shapes from a "
-                "first batch: call it once on a batch of zeros in the function that makes it"
-            )
+            raise RecipeError(f"model.name={name} has lazy layers: where it is made, call it once on a batch of zeros")
         if parameter.is_complex() and parameter.requires_grad:
-            raise RecipeError(
-                f"model.name={name} trains complex numbers, {key}: make its torch.view_as_real(...) the parameter, and "
-                "compute with torch.view_as_complex of that"
-            )
+            instead = "make torch.view_as_real of it the parameter, and compute with torch.view_as_complex"
+            raise RecipeError(f"model.name={name} trains complex numbers, {key}: {instead}")
 
 
 def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:

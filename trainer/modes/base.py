@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
 from trainer.devices.precision import AUTOCAST
-from trainer.errors import TrainerError
 from trainer.models.blocks import hold_statistics
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
@@ -198,20 +197,8 @@ class Strategy:
         """The 2-norm of the whole model's gradient, 0-dim, on the device."""
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
-    def norm_over_ranks(self, along: str, home: torch.device) -> Tensor:
-        """Of the parts that the ranks along a dimension have, in fp32: one may be of another type than the next."""
-        return self.world.sum_(Strategy.grad_norm(self).float().square().to(home), along).sqrt()
-
     def reduce_overflow(self, flag: Tensor) -> None:
         """Make an fp16 overflow seen by one part of the model known to all: the maximum of `flag`, in place."""
-
-    def path(self) -> int:
-        """A digest, below 2**16, of the way that passes took so far, which has to be the same on all ranks."""
-        return 0
-
-    def other_paths(self) -> TrainerError:
-        """What to raise where it is not."""
-        raise NotImplementedError
 
     def forward(self, inputs: Tensor) -> Tensor | None:
         """Outputs (N, ...) without gradients, or None on a rank that has none."""

@@ -24,8 +24,8 @@ from trainer.models.norms import training_norms
 from trainer.models.shapes import give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
-from trainer.modes.fsdp_order import Order
 from trainer.modes.fsdp_units import (
+    Order,
     Storage,
     compile_forward,
     copy_views,
@@ -149,6 +149,7 @@ class FullyShardedDataParallel(Strategy):
         reasons = {
             "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
             "out of bounds for storage": "changes a block's outputs in place",
+            "gradient edge for a Tensor that does not": "computes weights before its blocks run",
         }
         try:
             yield
@@ -174,27 +175,20 @@ class FullyShardedDataParallel(Strategy):
                 parameter.grad = None  # torch would add the next step's
 
     def grad_norm(self) -> Tensor:
-        return super().grad_norm() if self.sharded is None else self.norm_over_ranks("shards", self.home)
+        norm = super().grad_norm()
+        return norm if self.sharded is None else self.world.sum_(norm.float().square().to(self.home), "shards").sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
         with lost_peers(), self._explained():
-            outputs = super().forward(inputs)
-            if self.sharded is not None:
-                self.order.end_pass()
-            return outputs
-
-    def path(self) -> int:
-        return 0 if self.sharded is None else self.order.digest
-
-    def other_paths(self) -> RecipeError:
-        return self._refusal(self.order.reason())
+            return super().forward(inputs)
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.sharded is not None:
+            self.order.compare()
             self.broadcast_buffers(averages)
 
     @contextmanager

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from trainer import tasks
@@ -54,11 +52,11 @@ def initial_model(
         check_task(task, model, data, tell)
         return model
 
-    name, in_shards = recipe.model.name, recipe.traits.exchanges == "shards" and world.size > 1
-    model = _whole_on_rank_0(checked, lambda: make(starting=False), name, world, say) if in_shards else make()
-    make_one(model, name, world, say if state is None else lambda _: None, weights=not in_shards)
-    if not in_shards:
-        check_task(task, model, data, tell)
+    if recipe.traits.exchanges == "shards" and world.size > 1:
+        return _whole_on_rank_0(checked, lambda: make(starting=False), recipe.model.name, world, say)
+    model = make()
+    broadcast_weights(model, recipe.model.name, world, say)
+    check_task(task, model, data, tell)
     return model
 
 
@@ -110,39 +108,22 @@ def model_for(
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
 
 
-def make_one(model: nn.Module, name: str, world: World, say: Callable[[str], None], weights: bool) -> None:
-    """Rank 0's `weights` on every rank, where some made others: not all draws are of torch's seeded generators.
+def broadcast_weights(model: nn.Module, name: str, world: World, say: Callable[[str], None]) -> None:
+    """Rank 0's weights on every rank: not all that models draw comes from the seeded generators.
 
     Raises:
-        RecipeError: they differ in something that is no weight, or in the weights' names or shapes.
+        RecipeError: they have other shapes.
     """
-    if world.size == 1:
-        return
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    mine = {key: repr((*tensor.shape, tensor.dtype)) for key, tensor in tensors.items()}
-    for path, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, float | np.ndarray | Tensor)}
-        mine |= {f"{path}.{key}".lstrip("."): _digest(value) for key, value in plain.items()}
-    whole = "".join(map(_digest, tensors.values())) if weights else ""
-    every: list[tuple[dict[str, str], str]] = world.broadcast_object(world.gather((mine, _digest(whole))))
-    other = next((key for theirs, _ in every for key in {**mine, **theirs} if theirs.get(key) != mine.get(key)), None)
-    if other is not None:
-        raise RecipeError(
-            f"model.name={name} is another model on each rank, in {other}: make it a parameter or a buffer, which all "
-            "get from rank 0, or draw it with torch.rand or NumPy's np.random.rand, which are seeded"
-        )
-    if len({digest for _, digest in every}) > 1:
-        say(f"model.name={name}: each rank drew weights of its own, outside of seeded generators; all have rank 0's")
-        for tensor in tensors.values():
-            tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
-
-
-def _digest(value: Any) -> str:
-    """Of a number, a text, or an array's or tensor's values."""
-    if isinstance(value, Tensor) and not value.is_meta:
-        return xxhash.xxh3_64_hexdigest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    plain = isinstance(value, np.ndarray) and value.dtype != object
-    return xxhash.xxh3_64_hexdigest(value.tobytes() if plain else repr(value).encode())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if world.size > 1 else {}
+    shapes, own = {key: tensor.shape for key, tensor in tensors.items()}, torch.zeros(())
+    other = shapes != world.broadcast_object(shapes)
+    world.raise_any(RecipeError(f"model.name={name} has other shapes on each rank: seed its draws") if other else None)
+    for tensor in tensors.values():
+        first = world.broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format))
+        own += not torch.equal(first, tensor)
+        tensor.detach().copy_(first)
+    if world.max_(own).item():
+        say(f"model.name={name} begins with rank 0's weights: each rank drew its own, without a seed")
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:

@@ -214,7 +214,7 @@ class ProcessPipeline(Staged):
         return Communication(self.averaging.seconds() / max(1, steps))
 
     def grad_norm(self) -> Tensor:
-        return self.norm_over_ranks("stages", self.device)
+        return self.world.sum_(super().grad_norm().float().square().to(self.device), "stages").sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)

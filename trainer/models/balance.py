@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.errors import RecipeError
 from trainer.models.memory import Allocations, size_of
 from trainer.models.partition import Traced, choose
+from trainer.models.undisturbed import undisturbed
 
 TIE = 1.01  # stages within one percent of the best count as equally fast: timings vary as much
 
@@ -153,21 +154,3 @@ def _clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-@contextmanager
-def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore buffers, training flags and the random state afterwards."""
-    parts = {part for module in modules for part in module.modules()}
-    flags = {part: part.training for part in parts}
-    # By their names: a module that goes to another device and back has other tensors.
-    buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for part, training in flags.items():
-            part.training = training
-        with torch.no_grad():
-            for part, name, before in buffers:
-                part.get_buffer(name).copy_(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from trainer.models.undisturbed import generators, undisturbed
 
 BY_MODE = "_by_mode"
 
@@ -79,17 +80,19 @@ class Tracer(fx.Tracer):
         return Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also normalisation, and modules without parameters that read `training` (stochastic depth)."""
+        """Also normalisation, modules without parameters that read `training` (stochastic depth), and those with hooks
+        of the backward pass, which proxies do not have."""
         asks = "training" in getattr(type(m).forward, "__code__", _no_code).co_names
         return (
             super().is_leaf_module(m, module_qualified_name)
             or isinstance(m, _NormBase)
+            or bool(m._backward_hooks or m._backward_pre_hooks)
             or (asks and not any(True for _ in m.parameters()))
         )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """One input; other arguments of `forward` keep their defaults."""
-        return root_fn, [self.root, self.create_proxy("placeholder", "inputs", (), {})]
+        """One input, and the root's own hooks; other arguments of `forward` keep their defaults."""
+        return nn.Module._call_impl, [self.root, self.create_proxy("placeholder", "inputs", (), {})]
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         out = super().call_module(m, forward, args, kwargs)
@@ -124,32 +127,29 @@ def record(model: nn.Module) -> Recording:
         Untraceable: control flow on values, several inputs or outputs, random numbers, or operations that depend on
             the mode.
     """
-    flags = {module: module.training for module in model.modules()}
-    try:
-        training, evaluation = _record(model.train()), _record(model.eval())
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+    with undisturbed([model], torch.device("cpu")):
+        training, evaluation = (_record(model, mode) for mode in (True, False))
     _merge(training, evaluation)
     if not isinstance(training.graph.output_node().args[0], fx.Node):
         raise Untraceable("it returns more than one tensor")
     return training
 
 
-def _record(model: nn.Module) -> Recording:
-    tracer, before = Tracer(), set(vars(model))
-    states = torch.get_rng_state(), random.getstate()
+def _record(model: nn.Module, mode: bool) -> Recording:
+    tracer, before = Tracer(), {module: dict(vars(module)) for module in model.train(mode).modules()}
+    states = generators()
     try:
         graph = tracer.trace(model)
     except Exception as error:  # the model's code, run with proxies, may raise anything
         raise Untraceable(f"{' '.join(str(error).split())[:160]}{_where(error)}") from error
     finally:
-        constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
-        drawn = not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate()
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
+        constants = {name: vars(model)[name] for name in set(vars(model)) - set(before[model])}
+        for module, values in before.items():
+            vars(module).clear()
+            vars(module).update(values)
+    drawn = [name for name, state in generators().items() if state != states[name]]
     if drawn:
-        raise Untraceable("its forward draws random numbers that do not follow from its input")
+        raise Untraceable(f"its forward draws random numbers of {drawn[0]} that do not follow from its input")
     return Recording(graph, constants, tracer)
 
 

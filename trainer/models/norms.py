@@ -15,8 +15,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import RecipeError
-from trainer.models.balance import undisturbed
 from trainer.models.blocks import keeps_statistics
+from trainer.models.undisturbed import undisturbed
 from trainer.recipe import Recipe
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.models.balance import undisturbed
 from trainer.models.norms import unlike, writes_statistics_only
+from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainer.data import Batch, Shard
-from trainer.models.balance import undisturbed
 from trainer.models.partition import Traced
+from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Context
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged

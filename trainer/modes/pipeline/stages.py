@@ -5,20 +5,25 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from shlex import quote
 from statistics import fmean
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import is_out_of_memory
-from trainer.models.balance import BlockCost, block_costs, undisturbed
+from trainer.devices.precision import AUTOCAST
+from trainer.errors import RecipeError, is_out_of_memory
+from trainer.models.balance import BlockCost, block_costs
+from trainer.models.equivalence import changing, check_equivalent, observe
+from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
+from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import kept_plans, orders, tuning
@@ -26,11 +31,14 @@ from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
+from trainer.processes.world import PATIENCE
 from trainer.saving.files import usable_json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
 TRIAL_STEPS, TRIAL_SECONDS = (2, 50), 0.5  # at least and at most, the first to warm up; enough once so long
+
+PROOF_SECONDS = 2.0  # that a proof may take without a word
 
 
 class Staged(Strategy):
@@ -66,8 +74,49 @@ class Staged(Strategy):
             if self.recipe.pipeline.recompute:
                 instead = "pipeline.recompute=false and pipeline.deferred_batch_norm=false"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
+        self._held = {mode: _held(self.model, mode) for mode in (True, False)}
+        self.world.all_or_none(lambda: self._prove(traced) if self.world.is_main else None, PATIENCE)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
+
+    def _prove(self, traced: Traced) -> None:
+        """All blocks in a row train as the whole model does: on the CPU, for the whole may not fit a device.
+
+        Raises:
+            RecipeError: they do not, or a step of several micro-batches is another one, as each changes some state.
+        """
+        began, precision = time.perf_counter(), self.recipe.precision
+        pieces = torch.split(self.context.example.random(torch.device("cpu"), 4, self.recipe.channels_last), 2)
+        blocks = traced.stages(traced.cuts)
+        if self._values:
+            self._defer(blocks)
+
+        def in_precision(module: nn.Module, inputs: Tensor) -> Tensor:
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=precision in AUTOCAST
+            ):  # fp16 may take 200 times as long
+                out: Tensor = module(inputs)
+            return out
+
+        def in_blocks(inputs: Tensor) -> Tensor:
+            rows = len(inputs)
+            for block in blocks:
+                inputs = self.run_stage(block, inputs, rows, in_precision)
+            return inputs
+
+        whole = observe(self.model, lambda: self._train([self.model]), partial(in_precision, self.model), pieces)
+        cut = observe(self.model, lambda: self._train(blocks), in_blocks, pieces, self.commit_statistics)
+        self._deferred.clear()
+        check_equivalent(f"model.name={self.recipe.model.name} in stages", whole, cut, precision)
+        if max(self.pipe.counts) > 1:
+            norms = tuple(f"buffer {name}." for name in statistics_layers(self.model))
+            if states := [name for name in changing(whole) if not name.startswith(norms)]:
+                raise RecipeError(
+                    f"model.name={self.recipe.model.name} changes {states[0]} in each forward pass, and a step in "
+                    "micro-batches has several: use mode=ddp, or pipeline.microbatches=1"
+                )
+        if (seconds := time.perf_counter() - began) > PROOF_SECONDS:
+            self.context.say(f"pipeline: {seconds:.1f} s to compare the stages with the whole model, on the CPU")
 
     def _find_plan(self, traced: Traced) -> Plan:
         """The one of this run so far, or what was measured on this machine before, or now."""
@@ -199,26 +248,36 @@ class Staged(Strategy):
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         stage = stage.to(device, memory_format=layout)  # type: ignore[call-overload]
         if self._values and self.defers(self.plan.microbatches):
-            self._deferred[stage] = DeferredStatistics(
-                stage, self._values, pooled=self.recipe.pipeline.deferred_batch_norm
-            )
+            self._defer([stage])
         if self.recipe.compile:
             compile_in_place(stage)
         return stage
 
-    def run_stage(self, stage: nn.Module, inputs: Tensor, rows: int | None = None) -> Tensor:
+    def _defer(self, stages: Iterable[nn.Module]) -> None:
+        pooled = self.recipe.pipeline.deferred_batch_norm
+        self._deferred |= {stage: DeferredStatistics(stage, self._values, pooled) for stage in stages}
+
+    def run_stage(
+        self,
+        stage: nn.Module,
+        inputs: Tensor,
+        rows: int | None = None,
+        run: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """One stage's forward pass, in the recipe's precision, its activations computed twice if it says so.
 
-        Of a micro-batch of `rows` images, or as many as all have: activations may have another first dimension.
+        Of a micro-batch of `rows` images, or as many as all have: activations may have another first dimension. `run`
+        calls the stage, for `in_precision`.
         """
+        run = run or self.in_precision
         deferred = self._deferred.get(stage) if stage.training else None
         if deferred is not None:
             deferred.begin()
         if self.recipe.pipeline.recompute and torch.is_grad_enabled():
             # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception.
-            out: Tensor = checkpoint(self.in_precision, stage, inputs, use_reentrant=False, early_stop=False)
+            out: Tensor = checkpoint(run, stage, inputs, use_reentrant=False, early_stop=False)
         else:
-            out = self.in_precision(stage, inputs)
+            out = run(stage, inputs)
         if deferred is not None:
             deferred.gather(self.split_size() if rows is None else rows)
         return out
@@ -242,9 +301,15 @@ class Staged(Strategy):
         return {name: buffer for name, buffer in here.items() if name in self._saved}
 
     def train(self, training: bool = True) -> None:
-        for stage in self.stages.values():
-            stage.train(training)
-        self.keep_frozen(self.stages.values())
+        self._train(self.stages.values(), training)
+
+    def _train(self, modules: Collection[nn.Module], training: bool = True) -> None:
+        """As the whole model's own `train` does it, which stages do not have."""
+        for module in modules:
+            module.train(training)
+        for held in self._held[training]:
+            held.training = not training
+        self.keep_frozen(modules)
 
     def weighted_loss(self, outputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         """weight x summed loss of a micro-batch."""
@@ -309,3 +374,10 @@ class Staged(Strategy):
                 "trials": self.known["trials"],
             }
         }
+
+
+def _held(model: nn.Module, training: bool) -> WeakSet[nn.Module]:
+    """Modules that the model's own `train` leaves in the other mode, as that of a frozen part does."""
+    with undisturbed([model], torch.device("cpu")):
+        model.train(training)
+        return WeakSet(module for module in model.modules() if module.training != training)

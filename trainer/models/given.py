@@ -11,6 +11,7 @@ from typing import Any
 import torchvision
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from trainer.errors import RecipeError
 from trainer.models.small import SMALL
@@ -29,6 +30,8 @@ class Given:
         """Raises RecipeError for what is neither a module nor a function of `OFFERED`."""
         if isinstance(source, nn.Module):
             source = bare(source)
+            if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
+                raise RecipeError("model= has lazy layers: call model(batch) once before")
             if (reason := not_in_a_copy(source)) is not None:
                 raise RecipeError(f"model= {reason}, which no copy of it has: give a function that makes it")
             if not any(parameter.requires_grad for parameter in source.parameters()):

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from trainer.errors import RecipeError
 from trainer.models.blocks import keeps_statistics
 from trainer.models.undisturbed import undisturbed
-from trainer.recipe import Recipe
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -53,15 +52,14 @@ def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def check_alone(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse layers that communicate with other ranks, which may be at another layer, and what ranks would not make one
-    of: running statistics of single images."""
+def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
+    """Refuse layers that communicate with other ranks, which may be at another layer, or that no rank has whole."""
     for name, layer in model.named_modules():
         tracks = isinstance(layer, _InstanceNorm) and layer.running_mean is not None and not keeps_statistics(layer)
-        if tracks and recipe.traits.exchanges in ("gradients", "shards"):
+        if tracks and exchanges in ("gradients", "shards"):
             raise RecipeError(
-                f"model.name={recipe.model.name}: running statistics of layer {name} ({type(layer).__name__}) would be "
-                f"of rank 0's images alone: make it track_running_stats=False, or type mode=single"
+                f"layer {name or 'the model itself'} ({type(layer).__name__}) would keep statistics of rank 0's images "
+                "alone: make it track_running_stats=False, or type mode=single"
             )
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(

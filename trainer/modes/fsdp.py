@@ -90,7 +90,7 @@ class FullyShardedDataParallel(Strategy):
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
         mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
-        self.order = Order(self._refusal, always=self.device.type == "cpu")
+        self.order = Order(self._refusal, self.device.type == "cpu")
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)

@@ -170,8 +170,9 @@ class Order:
         if extremes.sum():
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, {*names})
-            unlike = sorted(set.union(*every) - every[0].intersection(*every) or set.union(*every)) or ["a block"]
-            which = ", ".join(name or "its outer layers" for name in unlike[:4])
+            common = every[0].intersection(*every)
+            unlike = sorted(set.union(*every) - common) or (common if len(common) == 1 else ["its blocks"])
+            which = ", ".join(name or "its outer layers" for name in [*unlike][:4])
             raise self._refusal(f"uses {which} on some ranks and not on others, or in another order")
 
 

@@ -17,7 +17,7 @@ from tests.modes.zoo_runs import LATER, WAYS, alone, verdict
 
 FINE = re.compile("equal|refused: ")
 SEVERAL = "Plain,ParameterHooks,AccumulatedHook,Tied,Unused,Spectral,MixedPrecision,MixedHalf,Normed,OwnTrain"
-MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,Routed,Unused,MixedHalf"}  # beside all of them
+MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,TwoWays,Unused,MixedHalf"}  # beside all of them
 MUST_TRAIN = {  # where a refusal would be a fault
     "split": "Plain,OwnTrain,Normed,RootHook,InnerHook,ParameterHooks,Spectral,WeightNormed,Tied,Dropped",
     "streams": "Plain,ParameterHooks,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped,Shortened",
@@ -56,5 +56,5 @@ def test_over_ranks_an_odd_model_trains_as_in_single_or_is_refused(way, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / f"{way}.json").read_text())
     assert faults(way, verdicts) == {}
-    if way in ("fsdp", LATER):  # two experts of one size: each rank would compute with the other's
-        assert verdicts["Routed"].startswith("refused: ") and "mode=ddp" in verdicts["Routed"]
+    if way in ("fsdp", LATER):  # two blocks of one size: each rank would compute with the other one
+        assert verdicts["TwoWays"].startswith("refused: ") and "mode=ddp" in verdicts["TwoWays"]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.norms import training_norms
-from trainer.models.shapes import give_values
+from trainer.models.shapes import computed, give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
@@ -55,6 +55,8 @@ class FullyShardedDataParallel(Strategy):
         if self.world.size == 1:
             super().place(model)
             return
+        if computed(model):
+            raise self._refusal("keeps weights that are computed of others, as pruned ones")
         for layer in training_norms(model).values():  # which are run to look at them
             self._receive(layer.parameters())
         self._receive(model.buffers())
@@ -149,7 +151,6 @@ class FullyShardedDataParallel(Strategy):
         reasons = {
             "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
             "out of bounds for storage": "changes a block's outputs in place",
-            "gradient edge for a Tensor that does not": "computes weights before its blocks run",
         }
         try:
             yield

@@ -37,7 +37,7 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
         for part, training in flags.items():
             part.training = training
         for part, name, value in plain:
-            if isinstance(value, bool | int | float | str | tuple | Tensor):
+            if value is None or isinstance(value, bool | int | float | str | tuple | Tensor):
                 vars(part)[name] = value
         with torch.no_grad():
             for part, name, before in buffers:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
-from trainer.models.equivalence import changing, check_equivalent, observe
+from trainer.models.equivalence import Passes, changing, check_equivalent, observe
 from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
 from trainer.models.undisturbed import undisturbed
@@ -80,43 +80,55 @@ class Staged(Strategy):
         self.build(traced, self.plan)
 
     def _prove(self, traced: Traced) -> None:
-        """All blocks in a row train as the whole model does: on the CPU, for the whole may not fit a device.
+        """Hold all blocks in a row against the whole model: on the CPU, for that may not fit a device.
 
         Raises:
-            RecipeError: they do not, or a step of several micro-batches is another one, as each changes some state.
+            RecipeError: they train another model, or each pass changes some state, and a step has several.
         """
-        began, precision = time.perf_counter(), self.recipe.precision
-        pieces = torch.split(self.context.example.random(torch.device("cpu"), 4, self.recipe.channels_last), 2)
-        blocks = traced.stages(traced.cuts)
+        began, name = time.perf_counter(), f"model.name={self.recipe.model.name}"
+        sizes = {1, 2, self.pipe.rows // max(self.pipe.counts)}  # as few as the model takes
+        for rows in sorted(sizes):
+            try:
+                whole, cut = self._passes(traced, rows)
+                break
+            except Exception as error:  # the model's code may raise anything
+                if is_out_of_memory(error):
+                    self.context.say(f"WARNING: {name} is not compared with its stages: the host has too little memory")
+                    return
+                if rows == max(sizes):
+                    raise
+        check_equivalent(f"{name} in stages", whole, cut, self.recipe.precision)
+        norms = tuple(f"buffer {layer}." for layer in statistics_layers(self.model))
+        states = [state for state in changing(whole) if not state.startswith(norms)]
+        if states and max(self.pipe.counts) > 1:
+            raise RecipeError(
+                f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
+                "mode=ddp, or mode=split"
+            )
+        if (seconds := time.perf_counter() - began) > PROOF_SECONDS:
+            self.context.say(f"pipeline: {seconds:.1f} s to compare the stages with the whole model, on the CPU")
+
+    def _passes(self, traced: Traced, rows: int) -> tuple[Passes, Passes]:
+        """Two training passes of the whole model, and of its blocks."""
+        sample = self.context.example.random(torch.device("cpu"), 2 * rows, self.recipe.channels_last)
+        pieces, blocks = torch.split(sample, rows), traced.stages(traced.cuts)
+        self._deferred.clear()
         if self._values:
             self._defer(blocks)
 
         def in_precision(module: nn.Module, inputs: Tensor) -> Tensor:
-            with torch.autocast(
-                "cpu", torch.bfloat16, enabled=precision in AUTOCAST
-            ):  # fp16 may take 200 times as long
+            # For fp16 too, which on the CPU may take 200 times as long.
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision in AUTOCAST):
                 out: Tensor = module(inputs)
             return out
 
         def in_blocks(inputs: Tensor) -> Tensor:
-            rows = len(inputs)
             for block in blocks:
                 inputs = self.run_stage(block, inputs, rows, in_precision)
             return inputs
 
         whole = observe(self.model, lambda: self._train([self.model]), partial(in_precision, self.model), pieces)
-        cut = observe(self.model, lambda: self._train(blocks), in_blocks, pieces, self.commit_statistics)
-        self._deferred.clear()
-        check_equivalent(f"model.name={self.recipe.model.name} in stages", whole, cut, precision)
-        if max(self.pipe.counts) > 1:
-            norms = tuple(f"buffer {name}." for name in statistics_layers(self.model))
-            if states := [name for name in changing(whole) if not name.startswith(norms)]:
-                raise RecipeError(
-                    f"model.name={self.recipe.model.name} changes {states[0]} in each forward pass, and a step in "
-                    "micro-batches has several: use mode=ddp, or pipeline.microbatches=1"
-                )
-        if (seconds := time.perf_counter() - began) > PROOF_SECONDS:
-            self.context.say(f"pipeline: {seconds:.1f} s to compare the stages with the whole model, on the CPU")
+        return whole, observe(self.model, lambda: self._train(blocks), in_blocks, pieces, self.commit_statistics)
 
     def _find_plan(self, traced: Traced) -> Plan:
         """The one of this run so far, or what was measured on this machine before, or now."""

@@ -1,0 +1,158 @@
+"""Two programs that train otherwise are told apart by what differs; one that is the same is left as it was."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import RecipeError
+from trainer.models.equivalence import changing, check_equivalent, observe
+
+
+class Net(nn.Module):
+    """Two layers, with something in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.register_buffer("kept", torch.zeros(2))
+        self.count = 0
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.norm(self.a(x))))
+
+
+def inputs():
+    return torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1)).unbind()
+
+
+def passes(model, run=None, pieces=None):
+    return observe(model, model.train, run or model, pieces or inputs())
+
+
+def without_gradient(model, x):
+    with torch.no_grad():
+        hidden = model.a(x)
+    return model.b(torch.tanh(model.norm(hidden)))
+
+
+def changed_buffer(model, x):
+    model.kept += 1
+    return model(x)
+
+
+def counts(model, x):
+    model.count += 1
+    return model(x)
+
+
+def changed_weight(model, x):
+    with torch.no_grad():
+        model.a.weight.data.mul_(1.0001)
+    return model(x)
+
+
+def drawn(draw, model, x):
+    draw()
+    return model(x)
+
+
+def scaled_gradient(model, x):
+    hidden = model.a(x)
+    hidden.register_hook(lambda gradient: gradient * 0.3)
+    return model.b(torch.tanh(model.norm(hidden)))
+
+
+def frozen_norm(model, x):
+    model.norm.eval()
+    return model(x)
+
+
+def later(model, x):
+    """Only the second pass is another."""
+    seen = vars(model).setdefault("passed", [])
+    seen.append(1)
+    return model(x) * (1.1 if len(seen) == 2 else 1.0)
+
+
+def in_bf16(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x).float()
+
+
+OTHERS = {
+    "gradient of a.weight": without_gradient,
+    "buffer kept": changed_buffer,
+    "attribute count": counts,
+    "change of a.weight": changed_weight,
+    "numbers of NumPy": partial(drawn, np.random.rand),
+    "numbers of Python": partial(drawn, random.random),
+    "numbers of torch": partial(drawn, lambda: torch.rand(1)),
+    "gradient of a.weight .0.7 of": scaled_gradient,
+    "buffer norm.": frozen_norm,
+    "passed": later,
+    "buffer norm.running_mean": in_bf16,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_differs_is_named(what):
+    torch.manual_seed(0)
+    model = Net()
+    with pytest.raises(RecipeError, match=f"{what}.*mode=ddp") as caught:
+        check_equivalent("stages", passes(model), passes(model, partial(OTHERS[what], model)), "fp32")
+    assert "\n" not in str(caught.value)
+
+
+def test_each_of_them_alone_is_seen():
+    """A comparison without one of its parts fails here: each of these differs in one part alone."""
+    model = Net()
+    whole = passes(model)
+    changes = {
+        "tensors": [{**state, "buffer kept": torch.ones(2)} for state in whole.tensors],
+        "attributes": [{**names, "attribute count": str(n)} for n, names in enumerate(whole.attributes)],
+        "outputs": [whole.outputs[0], whole.outputs[1] * 1.001],
+        "random": {**whole.random, "NumPy": ()},
+    }
+    for name, gradient in whole.gradients.items():
+        changes |= {f"gradients {name}": {**whole.gradients, name: None}}
+        changes |= {f"gradients {name} 2": {**whole.gradients, name: gradient * 1.001 + 1e-3}}
+    for part, value in changes.items():
+        with pytest.raises(RecipeError):
+            check_equivalent("stages", whole, whole._replace(**{part.split()[0]: value}), "fp32")
+
+
+def test_the_same_program_is_the_same_and_nothing_is_left():
+    torch.manual_seed(0)
+    model = nn.Sequential(Net(), nn.Dropout(), nn.BatchNorm1d(2))
+    model[0].a.weight.grad = torch.ones(4, 3)
+    model[2].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        check_equivalent("stages", passes(model), passes(model), precision)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[0].a.weight.grad, torch.ones(4, 3)) and model[0].b.weight.grad is None
+    assert model.training and not model[2].training
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_another_order_of_sums_and_values_that_are_no_numbers_are_no_difference():
+    torch.manual_seed(0)
+    model = Net()
+    whole = passes(model)
+    check_equivalent("stages", whole, whole._replace(outputs=[out * (1 + 1e-6) for out in whole.outputs]), "fp32")
+    endless = passes(model, lambda x: model(x) * torch.tensor([float("nan"), float("inf")]))
+    check_equivalent("stages", endless, endless._replace(outputs=[out.clone() for out in endless.outputs]), "fp32")
+
+
+def test_state_that_each_pass_changes_is_named():
+    model = Net()
+    model.norm = nn.LayerNorm(4)
+    assert changing(passes(model)) == []
+    assert changing(passes(model, partial(changed_buffer, model))) == ["buffer kept"]
+    assert changing(passes(model, partial(counts, model))) == ["attribute count"]
+    assert changing(passes(model, partial(changed_weight, model))) == ["change of a.weight"]

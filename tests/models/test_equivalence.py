@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.models.equivalence import changing, check_equivalent, observe
+from trainer.models.equivalence import TOLERANCE, changing, check_equivalent, observe
 
 
 class Net(nn.Module):
@@ -103,7 +103,7 @@ def test_what_differs_is_named(what):
     torch.manual_seed(0)
     model = Net()
     with pytest.raises(RecipeError, match=f"{what}.*mode=ddp") as caught:
-        check_equivalent("stages", passes(model), passes(model, partial(OTHERS[what], model)), "fp32")
+        check_equivalent("stages", passes(model), passes(model, partial(OTHERS[what], model)), TOLERANCE["fp32"])
     assert "\n" not in str(caught.value)
 
 
@@ -122,7 +122,7 @@ def test_each_of_them_alone_is_seen():
         changes |= {f"gradients {name} 2": {**whole.gradients, name: gradient * 1.001 + 1e-3}}
     for part, value in changes.items():
         with pytest.raises(RecipeError):
-            check_equivalent("stages", whole, whole._replace(**{part.split()[0]: value}), "fp32")
+            check_equivalent("stages", whole, whole._replace(**{part.split()[0]: value}), TOLERANCE["fp32"])
 
 
 def test_the_same_program_is_the_same_and_nothing_is_left():
@@ -133,7 +133,7 @@ def test_the_same_program_is_the_same_and_nothing_is_left():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     for precision in ("fp32", "tf32", "bf16", "fp16"):
-        check_equivalent("stages", passes(model), passes(model), precision)
+        check_equivalent("stages", passes(model), passes(model), TOLERANCE[precision])
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model[0].a.weight.grad, torch.ones(4, 3)) and model[0].b.weight.grad is None
     assert model.training and not model[2].training
@@ -144,9 +144,9 @@ def test_another_order_of_sums_and_values_that_are_no_numbers_are_no_difference(
     torch.manual_seed(0)
     model = Net()
     whole = passes(model)
-    check_equivalent("stages", whole, whole._replace(outputs=[out * (1 + 1e-6) for out in whole.outputs]), "fp32")
+    check_equivalent("stages", whole, whole._replace(outputs=[out * (1 + 1e-6) for out in whole.outputs]), TOLERANCE["fp32"])
     endless = passes(model, lambda x: model(x) * torch.tensor([float("nan"), float("inf")]))
-    check_equivalent("stages", endless, endless._replace(outputs=[out.clone() for out in endless.outputs]), "fp32")
+    check_equivalent("stages", endless, endless._replace(outputs=[out.clone() for out in endless.outputs]), TOLERANCE["fp32"])
 
 
 def test_state_that_each_pass_changes_is_named():

@@ -164,8 +164,13 @@ class Network:
     # Groups.
 
     def new_group(self, ranks: Any = None, timeout: Any = None, **_: Any) -> _Group:
+        if ranks is None:  # all, on the CPU, for one call
+            return self._every
         self._me.groups += 1  # every rank makes every group
         return _Group(tuple(ranks), str(self._me.groups))
+
+    def destroy_process_group(self, group: _Group) -> None:
+        pass
 
     def get_rank(self, group: _Group | None = None) -> int:
         return (group or self._every).ranks.index(self._me.rank)
@@ -237,6 +242,10 @@ class Network:
 
     def broadcast_object_list(self, box: list[Any], src: int, group: Any = None) -> None:
         box[:] = pickle.loads(self._exchange("broadcast_object_list", group, pickle.dumps(box), src)[src])
+
+    def all_gather_object(self, boxes: list[Any], value: Any, group: Any = None) -> None:
+        found = self._exchange("all_gather_object", group, pickle.dumps(value))
+        boxes[:] = [pickle.loads(found[rank]) for rank in (group or self._every).ranks]
 
     def gather_object(self, value: Any, boxes: list[Any] | None = None, dst: int = 0, group: Any = None) -> None:
         found = self._exchange("gather_object", group, pickle.dumps(value), dst)

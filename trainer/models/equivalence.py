@@ -34,7 +34,8 @@ def observe(
     train: Callable[[], object],
     run: Callable[[Tensor], Tensor],
     inputs: Sequence[Tensor],
-    after: Callable[[], object] = lambda: None,
+    after: Callable[[bool], object] = lambda last: None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Passes:
     """Run training passes of a model, or of what replaces it and shares its weights, and undo them.
 
@@ -42,9 +43,10 @@ def observe(
         train: switches to training.
         run: a forward pass.
         inputs: a micro-batch (N, ...) for each pass.
-        after: what ends a pass, behind its backward pass.
+        after: what ends a pass, behind its backward pass; told whether it is the last.
+        parameters: this rank's own, where the model holds others by now.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
     kept = {name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()}
     outputs, plain = list[Tensor](), list[dict[str, str]]()
     try:
@@ -52,15 +54,15 @@ def observe(
             for parameter in parameters.values():
                 parameter.grad = None
             train()
-            tensors = [_tensors(model, kept)]
-            for piece in inputs:
+            tensors = [_tensors(model, parameters, kept)]
+            for number, piece in enumerate(inputs, 1):
                 out = run(piece)
                 outputs.append(out.detach().clone())
                 if out.requires_grad:  # no loss is needed: the gradients of its outputs are drawn
                     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
                     torch.autograd.backward(out, noise.to(out))
-                after()
-                tensors.append(_tensors(model, kept))
+                after(number == len(inputs))
+                tensors.append(_tensors(model, parameters, kept))
                 plain.append(_attributes(model))
             gradients = {f"gradient of {name}": parameter.grad for name, parameter in parameters.items()}
             return Passes(tensors, plain, outputs, gradients, generators())
@@ -71,10 +73,12 @@ def observe(
                 parameters[name].grad = gradient
 
 
-def _tensors(model: nn.Module, kept: Mapping[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor | None]:
+def _tensors(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, tuple[Tensor, Tensor | None]]
+) -> dict[str, Tensor | None]:
     weights = {
         f"change of {name}": None if torch.equal(parameter, kept[name][0]) else parameter.detach().clone()
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
     }
     return weights | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -96,7 +100,7 @@ def _counted(passes: Passes) -> dict[str, tuple[str, str]]:
     return {name: (first.get(name, ""), value) for name, value in last.items() if first.get(name) != value}
 
 
-def differences(whole: Passes, replaced: Passes, precision: str) -> Iterator[str]:
+def differences(whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> Iterator[str]:
     """What differs, each as a noun with its distance; what tells most comes first."""
     for name, state in whole.random.items():
         if state != replaced.random[name]:
@@ -109,13 +113,17 @@ def differences(whole: Passes, replaced: Passes, precision: str) -> Iterator[str
     pairs += [({"output": one}, {"output": other}) for one, other in zip(whole.outputs, replaced.outputs, strict=True)]
     for one, other in pairs:
         for name, value in one.items():
-            if (apart := _apart(value, other[name], precision)) is not None:
+            if (apart := _apart(value, other[name], tolerance, floor)) is not None:
                 yield f"{name} ({apart})"
 
 
-def check_equivalent(what: str, whole: Passes, replaced: Passes, precision: str) -> None:
-    """Raise RecipeError if `what` replaces a model, by its name, and trains another."""
-    if found := [*differences(whole, replaced, precision)]:
+def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> None:
+    """Raise RecipeError if `what` replaces a model, by its name, and trains another.
+
+    Tensors may be `tolerance` x their norm apart, or x `floor` where that is more: gradients that should be zero are
+    rounding errors, which another order of sums changes.
+    """
+    if found := [*differences(whole, replaced, tolerance, floor)]:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise RecipeError(
             f"{what} would train another model: in two passes of both what differs is the {found[0]}{more}; use "
@@ -123,7 +131,7 @@ def check_equivalent(what: str, whole: Passes, replaced: Passes, precision: str)
         )
 
 
-def _apart(one: Tensor | None, other: Tensor | None, precision: str) -> str | None:
+def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float = 0.0) -> str | None:
     """How far two tensors are from each other, None where they are alike."""
     if one is None or other is None:
         return None if one is other else "there in one of the two alone"
@@ -133,11 +141,14 @@ def _apart(one: Tensor | None, other: Tensor | None, precision: str) -> str | No
         return None
     real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (one, other))
     first, second = (tensor.double().nan_to_num(1e30, 2e30, -2e30) for tensor in real)
-    distance = ((first - second).norm() / first.norm()).item()
-    return None if distance <= TOLERANCE[precision] else f"{distance:.2g} of its norm apart"
+    distance = ((first - second).norm() / first.norm().clamp(min=floor)).item()
+    return None if distance <= tolerance else f"{distance:.2g} of its norm apart"
 
 
 def changing(passes: Passes) -> list[str]:
     """The state that each forward pass changes: with more passes in a step it is another model."""
     before, after = passes.tensors[0], passes.tensors[-1]
-    return [*_counted(passes), *(name for name in after if _apart(before[name], after[name], "fp32") is not None)]
+    return [
+        *_counted(passes),
+        *(name for name in after if _apart(before[name], after[name], TOLERANCE["fp32"]) is not None),
+    ]

@@ -24,6 +24,7 @@ from trainer.models.norms import training_norms
 from trainer.models.shapes import computed, give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
+from trainer.modes.fsdp_proof import check_sharded, observe_whole
 from trainer.modes.fsdp_units import (
     Order,
     Storage,
@@ -57,6 +58,7 @@ class FullyShardedDataParallel(Strategy):
             return
         if computed(model):
             raise self._refusal("keeps weights that are computed of others, as pruned ones")
+        self._whole = observe_whole(self, model)
         for layer in training_norms(model).values():  # which are run to look at them
             self._receive(layer.parameters())
         self._receive(model.buffers())
@@ -125,6 +127,10 @@ class FullyShardedDataParallel(Strategy):
                 for name, parameter in self.sharded.items()
             }
         super().finish()
+        if self.world.size > 1:
+            with lost_peers(), self._explained():
+                check_sharded(self, self._whole)
+            del self._whole
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return super().named_parameters() if self.sharded is None else self._local

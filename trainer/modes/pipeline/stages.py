@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
-from trainer.models.equivalence import Passes, changing, check_equivalent, observe
+from trainer.models.equivalence import TOLERANCE, Passes, changing, check_equivalent, observe
 from trainer.models.given import has_hooks
 from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
@@ -104,7 +104,7 @@ class Staged(Strategy):
                     return
                 if rows == max(sizes):
                     raise
-        check_equivalent(f"{name} in stages", whole, cut, self.recipe.precision)
+        check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[self.recipe.precision])
         norms = tuple(f"buffer {layer}." for layer in statistics_layers(self.model))
         states = [state for state in changing(whole) if not state.startswith(norms)]
         if states and max(self.pipe.counts) > 1:
@@ -135,7 +135,10 @@ class Staged(Strategy):
             return inputs
 
         whole = observe(self.model, lambda: self._train([self.model]), partial(in_precision, self.model), pieces)
-        return whole, observe(self.model, lambda: self._train(blocks), in_blocks, pieces, self.commit_statistics)
+        cut = observe(
+            self.model, lambda: self._train(blocks), in_blocks, pieces, after=lambda _: self.commit_statistics()
+        )
+        return whole, cut
 
     def _find_plan(self, traced: Traced) -> Plan:
         """The one of this run so far, or what was measured on this machine before, or now."""

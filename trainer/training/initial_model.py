@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from trainer import tasks
@@ -115,15 +116,16 @@ def broadcast_weights(model: nn.Module, name: str, world: World, say: Callable[[
         RecipeError: they have other shapes.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if world.size > 1 else {}
-    shapes, own = {key: tensor.shape for key, tensor in tensors.items()}, torch.zeros(())
+    shapes, digest = {key: tensor.shape for key, tensor in tensors.items()}, xxhash.xxh3_64()
     other = shapes != world.broadcast_object(shapes)
     world.raise_any(RecipeError(f"model.name={name} has other shapes on each rank: seed its draws") if other else None)
     for tensor in tensors.values():
-        first = world.broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format))
-        own += not torch.equal(first, tensor)
-        tensor.detach().copy_(first)
-    if world.max_(own).item():
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    apart = digest.digest() != world.broadcast_object(digest.digest())
+    if world.max_(torch.tensor(float(apart))).item():
         say(f"model.name={name} begins with rank 0's weights: each rank drew its own, without a seed")
+        for tensor in tensors.values():
+            tensor.detach().copy_(world.broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:

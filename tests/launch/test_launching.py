@@ -136,6 +136,15 @@ def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyP
         launching.launch_to_start(load(None, "batch_size=3", "devices=[cpu]"))
 
 
+def test_torchs_wrappers_for_debugging_are_refused_where_they_end_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with pytest.raises(SetupError, match="set TORCH_DISTRIBUTED_DEBUG=INFO"):
+        launching.launch_to_start(load("digits", "mode=ddp"), "2")
+    assert launching.launch_to_start(load("digits", "mode=local_sgd"), "2") is not None
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert launching.launch_to_start(load("digits", "mode=ddp"), "2") is not None
+
+
 def test_a_launch_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)

@@ -43,6 +43,24 @@ def mlp(channels, image_size):
     return nn.Linear(channels * image_size, 2)
 
 
+def hooked(net):
+    """torch copies parameters without their hooks."""
+    net.head.weight.register_hook(lambda gradient: gradient * 0.1)
+    return net
+
+
+def closed(net):
+    """A copy's hook would read the original."""
+    net.head.register_forward_hook(lambda module, inputs, outputs: outputs + net.head.bias)
+    return net
+
+
+def test_hooks_that_a_copy_has_too_are_taken():
+    net = Net()
+    net.head.register_forward_hook(lambda module, inputs, outputs: outputs * 0)
+    assert not Given(net)(3, 1, 8).head(torch.ones(1, 4)).any()
+
+
 def test_a_module_is_copied_with_its_weights():
     net = Net()
     made = Given(net)(3, 1, 8)
@@ -87,6 +105,8 @@ def test_the_name_that_recipes_know(source, name):
         (3, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (lambda depth: Net(), r"and needs depth: write model=lambda: ...\(depth=...\)"),
         (nn.LazyLinear(3), "call model\\(batch\\) once before"),
+        (hooked(Net()), r"hook of a parameter, head\.weight.*give a function that makes it"),
+        (closed(Net()), "has a function in head that refers to the model.*give a function that makes it"),
         (nn.Flatten(), "model= has nothing to train: set requires_grad=True"),
         (Locked(), r"model=Locked cannot be copied \(TypeError: .*\): give a function that makes it"),
         (lambda: 3, "model=model must make a torch.nn.Module, and made int"),

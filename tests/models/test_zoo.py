@@ -8,6 +8,7 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
@@ -215,3 +216,42 @@ def test_a_users_own_model(monkeypatch):
         zoo.register_model("mine")(build)
     with pytest.raises(RecipeError, match="taken"):
         zoo.register_model("resnet18")(build)
+
+
+class Own(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.body = kind, nn.LazyLinear(4) if kind == "lazy" else nn.Linear(64, 4)
+        self.head = nn.Linear(4, 10)
+        if kind == "complex":
+            self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        if kind == "pruned":
+            prune.l1_unstructured(self.head, "weight", 0.5)
+        if kind == "keeping":
+            self.kept = []
+            self.body.register_forward_hook(lambda module, inputs, outputs: self.kept.append(outputs))
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            x = self.body(x.flatten(1))
+        if self.kind == "keeping":
+            x = x + self.kept.pop()
+        return self.head((x * self.turn).real if self.kind == "complex" else x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("lazy", "lazy.*batch of zeros"), ("complex", "turn: make torch.view_as_real"), ("pruned", None)]
+)
+def test_parameters_that_no_mode_trains_are_refused_and_what_torch_does_not_copy_is_taken(kind, says):
+    with zoo.builders.lent("own", lambda num_classes, channels, image_size: Own(kind)):
+        if says is None:
+            assert zoo.build(ModelRecipe(name="own"), 10, 1, 8).head.weight_mask.sum() == 20
+        else:
+            with pytest.raises(RecipeError, match=f"model.name=own .*{says}"):
+                zoo.build(ModelRecipe(name="own"), 10, 1, 8)
+
+
+@pytest.mark.parametrize("kind", ["without autocast", "keeping"])
+def test_a_model_that_shapes_alone_do_not_run_is_not_blamed(kind):
+    with zoo.builders.lent("own", lambda num_classes, channels, image_size: Own(kind)):
+        assert zoo.build(ModelRecipe(name="own"), 10, 1, 8).kind == kind

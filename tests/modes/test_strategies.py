@@ -212,6 +212,15 @@ def test_layers_that_exchange_statistics_by_themselves_are_refused():
     check_alone(nn.Sequential(nn.BatchNorm2d(3)))
 
 
+def test_running_statistics_of_single_images_are_refused_where_only_rank_0_would_have_them():
+    tracking, plain = (nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=tracks)) for tracks in (True, False))
+    for exchanges in ("gradients", "shards"):
+        with pytest.raises(RecipeError, match=r"layer 0 \(InstanceNorm2d\).*track_running_stats=False"):
+            check_alone(tracking, exchanges)
+        check_alone(plain, exchanges)
+    check_alone(tracking, "weights")  # which local_sgd averages
+
+
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("name", ["vit_tiny", "cnn", "swin_t"])
 def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):

@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 
 from tests import warm
-from tests.command_line import environment
-from tests.worlds import gathered
+from tests.command_line import QUIET, environment, losses, ok
+from tests.worlds import gathered, on_ranks
 from trainer import Classification
 from trainer.data import open_datasets
+from trainer.errors import RecipeError
 from trainer.models.shapes import built_on_meta, description, without_values
 from trainer.recipe import load
-from trainer.training.initial_model import check_task
+from trainer.training.initial_model import broadcast_weights, check_task
 
 
 class Small(nn.Module):
@@ -166,6 +167,57 @@ def test_every_rank_begins_with_the_weights_of_single_and_only_rank_0_builds_the
             assert told["apart"] == [] and told["trains"] and told["outputs"] < 1e-5, (name, told)
         assert (first[name]["shapes"], second[name]["shapes"]) == (False, not reason), name
         assert len(first[name]["said"]) == bool(reason) and all(reason in line for line in first[name]["said"]), name
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_rank_0s_weights_are_everywhere_though_a_model_draws_without_a_seed(alike):
+    def begins(world):
+        model, said = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), []
+        for tensor in (*model.parameters(), model[1].running_mean):
+            nn.init.constant_(tensor, 1.0 if alike else 1.0 + world.rank)
+        broadcast_weights(model, "own", world, said.append)
+        return torch.cat([tensor.detach().reshape(-1) for tensor in (*model.parameters(), model[1].running_mean)]), said
+
+    for values, said in on_ranks(3, begins):
+        assert (values == 1).all() and len(said) == (not alike)
+
+
+def test_a_model_of_other_shapes_on_each_rank_is_refused_everywhere():
+    def begins(world):
+        with pytest.raises(RecipeError, match=r"model\.name=own .*seed"):
+            broadcast_weights(nn.Linear(3, 2 + world.rank), "own", world, print)
+        return True
+
+    assert all(on_ranks(2, begins))
+
+
+DRAWN = """
+import os, numpy as np, torch
+from torch import nn
+from trainer import register_model
+
+@register_model("drawn")
+def drawn(num_classes, channels, image_size):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, 32), nn.Tanh(), nn.Linear(32, num_classes))
+    drawing = np.random.default_rng(int(os.environ["RANK"]) * int(os.environ["APART"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.from_numpy(drawing.normal(0, 0.2, tuple(parameter.shape))))
+    return model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["mode=local_sgd", "nproc=2"], ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=2"]],
+)
+def test_a_run_whose_ranks_draw_apart_is_that_of_ranks_that_draw_alike(words, tmp_path):
+    (tmp_path / "own_model.py").write_text(DRAWN)
+    for apart in "01":
+        run = ["recipe=digits", "plugin=own_model", "model.name=drawn", "max_steps=6", *words, *QUIET]
+        ok(*run, f"output={apart}", cwd=tmp_path, env={"APART": apart})
+    assert losses(tmp_path / "1") == losses(tmp_path / "0")
 
 
 LOSSES = {

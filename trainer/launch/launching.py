@@ -66,6 +66,11 @@ def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int 
         size = launch.size
     machines = size // launch.nproc
     check_processes(recipe, size, machines)
+    if size > 1 and recipe.traits.exchanges == "gradients" and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        raise SetupError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch's DistributedDataParallel ends by a segmentation fault with it: "
+            "set TORCH_DISTRIBUTED_DEBUG=INFO"
+        )
     assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe), machines)
     return None if rank.launched or (size == 1 and not max_restarts) else launch
 

@@ -32,6 +32,8 @@ class Given:
             source = bare(source)
             if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
                 raise RecipeError("model= has lazy layers: call model(batch) once before")
+            if (reason := not_in_a_copy(source)) is not None:
+                raise RecipeError(f"model= {reason}, which no copy of it has: give a function that makes it")
             if not any(parameter.requires_grad for parameter in source.parameters()):
                 raise RecipeError("model= has nothing to train: set requires_grad=True on some of its parameters")
         elif not callable(source):
@@ -80,6 +82,23 @@ class Given:
             raise RecipeError(
                 f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): give a function that makes it"
             ) from None
+
+
+def not_in_a_copy(model: nn.Module) -> str | None:
+    """What torch leaves out of a module's copy, or leaves with the original."""
+    own = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        attributes = vars(module).values()
+        functions = [*attributes, *(hook for hooks in attributes if isinstance(hooks, dict) for hook in hooks.values())]
+        cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
+        if any(id(cell.cell_contents) in own for cell in cells):
+            return f"has a function in {name or 'itself'} that refers to the model around it"
+    return next((f"has a hook of a parameter, {name}" for name, p in model.named_parameters() if has_hooks(p)), None)
+
+
+def has_hooks(parameter: Any) -> bool:
+    """Whether something is done to its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import RecipeError
@@ -51,9 +52,15 @@ def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def check_alone(model: nn.Module) -> None:
-    """Refuse layers that communicate with other ranks, which may be at another layer."""
+def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
+    """Refuse layers that communicate with other ranks, which may be at another layer, or that no rank has whole."""
     for name, layer in model.named_modules():
+        tracks = isinstance(layer, _InstanceNorm) and layer.running_mean is not None and not keeps_statistics(layer)
+        if tracks and exchanges in ("gradients", "shards"):
+            raise RecipeError(
+                f"layer {name or 'the model itself'} ({type(layer).__name__}) would keep statistics of rank 0's images "
+                "alone: make it track_running_stats=False, or type mode=single"
+            )
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(
                 f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics with ranks that "

@@ -26,7 +26,14 @@ def without_values(model: nn.Module) -> nn.Module:
             shape = tensor.detach().to("meta")
             trained = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if trained else shape
+    memo |= {id(tensor): tensor.detach().to("meta") for tensor in computed(model)}
     return copy.deepcopy(model, memo).to("meta")
+
+
+def computed(model: nn.Module) -> list[Tensor]:
+    """Attributes that are computed of weights, as of pruned ones: torch refuses to copy such tensors."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def built_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
@@ -30,6 +31,8 @@ Weight = TypeVar("Weight", Tensor, StoredTensor)
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 UNKNOWN = object()  # an output that shapes alone do not give
+# It reads values, or holds some of its own; it turns autocast off where its inputs are.
+NOT_ON_META = ("meta tensors", "device meta", "unsupported scalarType")
 builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.names())
 
 
@@ -85,6 +88,7 @@ def build(
         )
     try:
         model = _made(recipe, num_classes, channels, image_size, starting)
+        _check_kinds(model, recipe.name)
         out = _tried(model, channels, image_size, inputs)
     except (Unreadable, AssertionError) as error:
         reason = " ".join(str(error).split())[:160]
@@ -104,6 +108,16 @@ def build(
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
+
+
+def _check_kinds(model: nn.Module, name: str) -> None:
+    """Refuse parameters that no mode can train, with what to write instead."""
+    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(parameter):
+            raise RecipeError(f"model.name={name} has lazy layers: where it is made, call it once on a batch of zeros")
+        if parameter.is_complex() and parameter.requires_grad:
+            instead = "make torch.view_as_real of it the parameter, and compute with torch.view_as_complex"
+            raise RecipeError(f"model.name={name} trains complex numbers, {key}: {instead}")
 
 
 def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
@@ -292,7 +306,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
     except NotImplementedError:
         return UNKNOWN  # an operator without meta kernel; training will show
     except (RuntimeError, ValueError, AssertionError) as error:
-        if "meta tensors" in str(error) or "device meta" in str(error):  # it reads values, or holds some of its own
+        if any(sign in str(error) for sign in NOT_ON_META):
             return UNKNOWN
         if kind is not None:
             raise RecipeError(
@@ -300,6 +314,8 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
                 "model.float(); precision=bf16 or fp16 computes in less"
             ) from None
         raise Unreadable(str(error)) from None
+    except LookupError:  # as of a hook that keeps what it sees in the model, of which this is a copy
+        return UNKNOWN
 
 
 def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> int | None:

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.norms import training_norms
-from trainer.models.shapes import give_values
+from trainer.models.shapes import computed, give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_proof import check_sharded, observe_whole
 from trainer.modes.fsdp_units import (
+    Order,
     Storage,
     compile_forward,
     copy_views,
@@ -55,6 +56,8 @@ class FullyShardedDataParallel(Strategy):
         if self.world.size == 1:
             super().place(model)
             return
+        if computed(model):
+            raise self._refusal("keeps weights that are computed of others, as pruned ones")
         self._whole = observe_whole(self, model)
         for layer in training_norms(model).values():  # which are run to look at them
             self._receive(layer.parameters())
@@ -91,6 +94,7 @@ class FullyShardedDataParallel(Strategy):
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
         mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
+        self.order = Order(self._refusal, self.device.type == "cpu")
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
@@ -107,6 +111,7 @@ class FullyShardedDataParallel(Strategy):
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+                self.order.watch(unit, name)
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -142,7 +147,9 @@ class FullyShardedDataParallel(Strategy):
             if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
             with self._explained():
-                return super().forward_backward(batch, weight, sync)
+                loss = super().forward_backward(batch, weight, sync)
+            self.order.end_pass([name for name, parameter in self.sharded.items() if parameter.grad is not None])
+            return loss
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -176,7 +183,7 @@ class FullyShardedDataParallel(Strategy):
 
     def grad_norm(self) -> Tensor:
         norm = super().grad_norm()
-        return norm if self.sharded is None else self.world.sum_(norm.square().to(self.home), "shards").sqrt()
+        return norm if self.sharded is None else self.world.sum_(norm.float().square().to(self.home), "shards").sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)
@@ -188,6 +195,7 @@ class FullyShardedDataParallel(Strategy):
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.sharded is not None:
+            self.order.compare()
             self.broadcast_buffers(averages)
             self.share_extra_state()
 

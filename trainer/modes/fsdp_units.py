@@ -5,18 +5,23 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.models.blocks import blocks
+from trainer.models.given import has_hooks
 
 Storage = weakref.ref[torch.UntypedStorage]
 TRIES = 20
+FIRST, LATER = 4, 64  # passes
 TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
 
 
@@ -62,6 +67,8 @@ def unshardable(unit: nn.Module, prefix: str) -> str | None:
             return f"has a parameter without dimensions, {name}"
         if not parameter.numel():
             return f"has an empty parameter, {name}"
+        if has_hooks(parameter):
+            return f"has a hook of a parameter, {name}"
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
     return f"trains {' and '.join(kinds)} in one block" if len(kinds) > 1 else None
 
@@ -128,3 +135,53 @@ def compile_forward(unit: nn.Module, name: str) -> None:
 def copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     """What changes a view in place drops torch's hook on it, and the backward pass would use weights that are freed."""
     return tree_map_only(Tensor, lambda output: output.clone() if output._is_view() else output, outputs)
+
+
+class Order:
+    """Ranks tell what they send each other by the order alone: one that goes another way through the model would get
+    weights and gradients of another block, or wait for ever.
+
+    On the CPU they compare what is next before each exchange. On cards, whose hosts would wait for each other, they do
+    so in the `FIRST` passes, and compare what there was at each `LATER` pass. Where they differ, each raises `refusal`.
+    """
+
+    def __init__(self, refusal: Callable[[str], Exception], always: bool) -> None:
+        self._refusal, self._always, self._passes, self._digest = refusal, always, 0, 0
+
+    def watch(self, unit: Any, name: str) -> None:
+        """Look before each exchange of a unit that was sharded just now."""
+        unit.set_custom_all_gather(_looking(DefaultAllGather, name, self._next))
+        unit.set_custom_reduce_scatter(_looking(DefaultReduceScatter, name, self._next))
+
+    def end_pass(self, used: Sequence[str] = ()) -> None:
+        """After a pass in training, in which these parameters got a gradient."""
+        self._passes += 1
+        self._next(used, "end", self._passes % LATER == 0)
+
+    def _next(self, names: Sequence[str], what: str, due: bool = False) -> None:
+        self._digest = zlib.crc32(repr((self._digest, *names, what)).encode())
+        if self._always or due or self._passes < FIRST:
+            self.compare(names)
+
+    def compare(self, names: Sequence[str] = ()) -> None:
+        """Raise on every rank where one did something else, lately with these units or parameters."""
+        extremes = torch.tensor([self._digest, -self._digest])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        if extremes.sum():
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, {*names})
+            common = every[0].intersection(*every)
+            unlike = sorted(set.union(*every) - common) or (common if len(common) == 1 else ["its blocks"])
+            which = ", ".join(name or "its outer layers" for name in [*unlike][:4])
+            raise self._refusal(f"uses {which} on some ranks and not on others, or in another order")
+
+
+def _looking(kind: Any, name: str, look: Callable[[Sequence[str], str], None]) -> Any:
+    """A collective of torch's for one unit, after a look at how much it sends."""
+
+    class Looking(kind):  # type: ignore[misc]
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            look([name], f"{kind.__name__} {input_tensor.numel()}")
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    return Looking()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from trainer import tasks
@@ -16,9 +17,8 @@ from trainer.data.feeds import known_labels
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.photo_reader import private_draws
 from trainer.errors import RecipeError
-from trainer.models.given import Given
 from trainer.models.shapes import built_on_meta, description
-from trainer.models.zoo import build, fitted, known_classes, registered_model
+from trainer.models.zoo import build, fitted, known_classes
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import AUXILIARY
@@ -57,8 +57,7 @@ def initial_model(
     if recipe.traits.exchanges == "shards" and world.size > 1:
         return _whole_on_rank_0(checked, lambda: make(starting=False), recipe.model.name, world, say)
     model = make()
-    if state is None and isinstance(registered_model(recipe.model.name), Given):
-        broadcast_weights(model, world)
+    broadcast_weights(model, recipe.model.name, world, say)
     check_task(task, model, data, tell)
     return model
 
@@ -111,10 +110,23 @@ def model_for(
     return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
 
 
-def broadcast_weights(model: nn.Module, world: World) -> None:
-    """Rank 0's weights on every rank: a program that torchrun runs may have drawn its own on each."""
-    for tensor in [*model.parameters(), *model.buffers()] if world.size > 1 else []:
-        tensor.detach().copy_(world.broadcast_(tensor.detach().contiguous()))
+def broadcast_weights(model: nn.Module, name: str, world: World, say: Callable[[str], None]) -> None:
+    """Rank 0's weights on every rank: not all that models draw comes from the seeded generators.
+
+    Raises:
+        RecipeError: they have other shapes.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if world.size > 1 else {}
+    shapes, digest = {key: tensor.shape for key, tensor in tensors.items()}, xxhash.xxh3_64()
+    other = shapes != world.broadcast_object(shapes)
+    world.raise_any(RecipeError(f"model.name={name} has other shapes on each rank: seed its draws") if other else None)
+    for tensor in tensors.values():
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    apart = digest.digest() != world.broadcast_object(digest.digest())
+    if world.max_(torch.tensor(float(apart))).item():
+        say(f"model.name={name} begins with rank 0's weights: each rank drew its own, without a seed")
+        for tensor in tensors.values():
+            tensor.detach().copy_(world.broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
 
 def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:

@@ -228,7 +228,7 @@ def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Opti
     """Give a model to the context's mode, and an optimizer to what this rank has of it."""
     recipe, device = context.recipe, context.world.device
     if context.world.size > 1:
-        check_alone(model)
+        check_alone(model, recipe.traits.exchanges)
     scaler = loss_scaler(recipe, device)
     strategy = modes.create(replace(context, scale=scaler.scale if scaler is not None else None))
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainer.data import Batch, Shard
+from trainer.errors import RecipeError
 from trainer.models.partition import Traced
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Context
@@ -157,9 +159,15 @@ class ProcessPipeline(Staged):
         samples = [travelling]
         for index, stage in enumerate(everything):
             stage.to(self.device).train(False)  # BatchNorm's statistics stay as they are
-            with torch.no_grad():
-                travelling = Wire(stage, self.in_precision, index == 0, index == self.last)(travelling)
-            samples.append(travelling.requires_grad_())
+            arriving = travelling.detach().requires_grad_(index > 0)
+            out = Wire(stage, self.in_precision, index == 0, index == self.last)(arriving)
+            if index and not (out.requires_grad and grad(out.sum(), arriving, allow_unused=True)[0] is not None):
+                raise RecipeError(
+                    f"model.name={self.recipe.model.name} gives no gradient back over the cut after "
+                    f"{self.plan.cuts[index - 1]}, which waits for one: use mode=ddp, or detach nothing between stages"
+                )
+            travelling = out.detach().requires_grad_()
+            samples.append(travelling)
             if index not in self.mine:
                 stage.to("cpu")  # the device may be too small for the whole model
         return samples
@@ -214,7 +222,7 @@ class ProcessPipeline(Staged):
         return Communication(self.averaging.seconds() / max(1, steps))
 
     def grad_norm(self) -> Tensor:
-        return self.world.sum_(super().grad_norm().square().to(self.device), "stages").sqrt()
+        return self.world.sum_(super().grad_norm().float().square().to(self.device), "stages").sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
         self.world.max_(flag)

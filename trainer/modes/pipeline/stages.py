@@ -21,6 +21,7 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.equivalence import TOLERANCE, Passes, changing, check_equivalent, fewest_rows, observe
+from trainer.models.given import has_hooks
 from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
 from trainer.models.undisturbed import undisturbed
@@ -67,6 +68,12 @@ class Staged(Strategy):
         """Cut it as measured before, or now."""
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
+        hooked = next((name for name, p in self.model.named_parameters() if has_hooks(p)), None)
+        if hooked is not None and max(self.pipe.counts) > 1:
+            raise RecipeError(
+                f"model.name={self.recipe.model.name} has a hook of a parameter, {hooked}, which would act on each "
+                "micro-batch: use mode=split, or mode=single"
+            )
         if any(map(self.defers, self.pipe.counts)):
             instead = "pipeline.deferred_batch_norm=false, which takes those of each micro-batch"
             if self.recipe.pipeline.recompute:

@@ -120,8 +120,8 @@ class StreamPipeline(Staged):
                         sent[stage, m] = out
                     elif stage == last:
                         self.backward(sent.pop((stage, m)))
-                    elif (out := sent.pop((stage, m))).requires_grad:  # else this stage and all before it are frozen
-                        torch.autograd.backward(out, gradients.pop((stage, m)))
+                    elif (gradient := gradients.pop((stage, m), None)) is not None:
+                        torch.autograd.backward(sent.pop((stage, m)), gradient)
                 self._pass_on(action, received, sent, gradients)
         self.commit_statistics()
         return torch.stack(losses).sum().to(self.device, non_blocking=True)
@@ -139,9 +139,8 @@ class StreamPipeline(Staged):
             out = sent[stage, m]
             received[stage + 1, m] = self.edges[stage, stage + 1].copy(out).requires_grad_(out.requires_grad)
         elif kind == "B":
-            gradient = received.pop((stage, m)).grad
-            if stage > 0 and sent[stage - 1, m].requires_grad:
-                assert gradient is not None
+            gradient = received.pop((stage, m)).grad  # None: the stages before are frozen, or their output is detached
+            if gradient is not None and stage > 0:
                 gradients[stage - 1, m] = self.edges[stage, stage - 1].copy(gradient)
 
     def outputs(self, inputs: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""Odd models in every mode: each trains as in mode=single, or is refused with a sentence.
+
+None trains another model without a word, and none ends by a traceback or a signal.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests import warm
+from tests.command_line import environment
+from tests.modes.odd_models import ODD, ComplexParameter, Lazy
+from tests.modes.ways import ONE_PROCESS
+from tests.modes.zoo_runs import LATER, WAYS, alone, verdict
+
+FINE = re.compile("equal|refused: ")
+SEVERAL = "Plain,ParameterHooks,AccumulatedHook,Tied,Unused,Spectral,MixedPrecision,MixedHalf,Normed,OwnTrain"
+MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,TwoWays,Unused,MixedHalf"}  # beside all of them
+MUST_TRAIN = {  # where a refusal would be a fault
+    "split": "Plain,OwnTrain,Normed,RootHook,InnerHook,ParameterHooks,Spectral,WeightNormed,Tied,Dropped",
+    "streams": "Plain,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped,Shortened",
+    "dp": ",".join(set(ODD) - {Lazy.__name__, ComplexParameter.__name__}),
+    "gpipe": "Plain,WeightNormed,Tied,Twice,Unused,MixedPrecision,MixedHalf,InPlace,Pruned,Dropped",
+    "ddp": "Plain,NoGrad,ParameterHooks,AccumulatedHook,RootHook,Captured,Reversed,Spectral,Pruned,SinglePart",
+    "fsdp": "Plain,NoGrad,OwnTrain,RootHook,Reversed,Checkpointed,WeightNormed,Tied,Unused,MixedPrecision,SinglePart",
+    LATER: "Plain,Unused,MixedHalf",
+}
+
+
+def faults(way, verdicts):
+    """Of each model that is not as it should be, what became of it."""
+    must = MUST_TRAIN.get(way, "").split(",")
+    return {
+        name: told
+        for name, told in verdicts.items()
+        if not FINE.match(told) or (name in must and not told.startswith("equal"))
+    }
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_in_one_process_an_odd_model_trains_as_in_single_or_is_refused(name, here, tmp_path):
+    reference = alone(name, ["mode=single"], tmp_path / "single")
+    assert isinstance(reference, dict), reference
+    for way, words in ONE_PROCESS.items():
+        found = alone(name, words, tmp_path / way)
+        assert faults(way, {name: found if isinstance(found, str) else verdict(name, way, found, reference)}) == {}, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ONE_PROCESS])
+def test_over_ranks_an_odd_model_trains_as_in_single_or_is_refused(way, tmp_path):
+    command = [sys.executable, "-m", "tests.modes.zoo_runs", str(tmp_path), way, *filter(None, [MODELS.get(way)])]
+    done = warm.run(command, env=environment(NPROC="1"), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads((tmp_path / f"{way}.json").read_text())
+    assert faults(way, verdicts) == {}
+    if way in ("fsdp", LATER):  # two blocks of one size: each rank would compute with the other one
+        assert verdicts["TwoWays"].startswith("refused: ") and "mode=ddp" in verdicts["TwoWays"]

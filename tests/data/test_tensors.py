@@ -68,7 +68,7 @@ def test_unsigned_targets_are_numbers_that_torch_computes_with(kind):
         np.str_("cat"),
         "cat",
         ["cat", "dog"],
-        np.array([object()]),
+        np.array([...]),
         np.array([1], "M8[s]"),
         None,
         np.ma.array([1, 2], mask=[0, 1]),

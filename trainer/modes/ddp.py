@@ -81,8 +81,11 @@ class DistributedDataParallel(Strategy):
         super().finish()
         if self.world.size == 1:
             return
-        with lost_peers(), undisturbed([self.module], self.device):
-            unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused()))))
+        # Passes of a user's own code may change weights, and other parameters may be unused in each.
+        own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
+        with lost_peers(), undisturbed([self.module], self.device, weights=own):
+            looks = LOOKS if own else 1
+            unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused(looks)))))
             if unused:
                 warn_of_none_unused()
             try:
@@ -116,15 +119,14 @@ class DistributedDataParallel(Strategy):
         for _ in range(2):
             self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
 
-    def _leaves_parameters_unused(self) -> bool:
-        """Whether a pass does: then DDP looks for them in every pass, which takes time for each parameter.
+    def _leaves_parameters_unused(self, looks: int) -> bool:
+        """Whether one of so many passes does: then DDP looks for them in each, which takes time for each parameter.
 
         Others may leave out other ones, so that a static graph would not do. Not compiled here: inside DDP a graph is
         cut at its buckets, and outside it is not.
         """
-        own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
         unused = False
-        for _ in range(LOOKS if own else 1):
+        for _ in range(looks):
             with torch.compiler.set_stance("force_eager"):
                 self._pass_zeros(2)
             unused |= any(p.requires_grad and p.grad is None for p in self._parameters)

@@ -11,7 +11,7 @@ import pytest
 
 from tests import warm
 from tests.command_line import environment
-from tests.modes.odd_models import ODD, ComplexParameter, Lazy
+from tests.modes.odd_models import ODD, ComplexParameter, ExtraState, Lazy
 from tests.modes.ways import ONE_PROCESS
 from tests.modes.zoo_runs import LATER, WAYS, alone, verdict
 
@@ -21,7 +21,7 @@ MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,TwoWays,Unused,Mixe
 MUST_TRAIN = {  # where a refusal would be a fault
     "split": "Plain,OwnTrain,Normed,RootHook,InnerHook,ParameterHooks,Spectral,WeightNormed,Tied,Dropped",
     "streams": "Plain,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped,Shortened",
-    "dp": ",".join(set(ODD) - {Lazy.__name__, ComplexParameter.__name__}),
+    "dp": ",".join(set(ODD) - {Lazy.__name__, ComplexParameter.__name__, ExtraState.__name__}),
     "gpipe": "Plain,WeightNormed,Tied,Twice,Unused,MixedPrecision,MixedHalf,InPlace,Pruned,Dropped",
     "ddp": "Plain,NoGrad,ParameterHooks,AccumulatedHook,RootHook,Captured,Reversed,Spectral,Pruned,SinglePart",
     "fsdp": "Plain,NoGrad,OwnTrain,RootHook,Reversed,Checkpointed,WeightNormed,Tied,Unused,MixedPrecision,SinglePart",

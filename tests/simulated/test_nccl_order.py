@@ -288,7 +288,7 @@ def ended(queues, rank):
 @pytest.mark.parametrize(
     ("env", "code"),
     [
-        ({"TRAINER_TEST_STOP": "1:40"}, 143),
+        ({"TRAINER_TEST_STOP": "1:50"}, 143),
         pytest.param({"TRAINER_FAULT": "nan@0:3"}, 5, marks=many),
         pytest.param({"TRAINER_FAULT": "oom@1:3"}, 6, marks=many),
     ],

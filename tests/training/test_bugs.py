@@ -10,7 +10,7 @@ from trainer import register_model
 
 class Net(nn.Linear):
     def forward(self, inputs):
-        if self.training and (steps := getattr(self, "steps", 0)) == 5:  # ddp begins with passes on nothing
+        if self.training and (steps := getattr(self, "steps", 0)) == 8:  # ddp begins with passes on nothing
             raise KeyError("no such head")
         self.steps = getattr(self, "steps", 0) + self.training
         return super().forward(inputs.flatten(1))

@@ -93,6 +93,22 @@ def test_init_from_takes_a_runs_name(tmp_path, monkeypatch):
         zoo.build(ModelRecipe(name="mlp", init_from="tunde"), 10, 1, 8)
 
 
+def test_a_users_model_may_have_names_that_torchvision_gave_up(tmp_path):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder_layer_0 = nn.ModuleDict({"mlp": nn.ModuleDict({"linear_1": nn.Linear(12, 2)})})
+
+        def forward(self, inputs):
+            return self.encoder_layer_0["mlp"]["linear_1"](inputs.flatten(1))
+
+    theirs = Own().state_dict()
+    save_file(theirs, tmp_path / "own.safetensors")
+    with zoo.builders.lent("own_names", lambda *_: Own()):
+        model = zoo.build(ModelRecipe(name="own_names", init_from=str(tmp_path / "own.safetensors")), 2, 3, 2)
+    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+
+
 def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
     source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")

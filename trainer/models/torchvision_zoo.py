@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from http.client import HTTPException
 from pathlib import Path
@@ -109,11 +109,12 @@ def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     return (None, None, size) if wanted.mean == usual.mean else (wanted.mean, wanted.std, size)
 
 
-def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with the names that torchvision's models have now."""
+def renamed(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:
+    """Weights with the names that torchvision's models have now, but for those that the model has: `known`."""
+    found = {name: name for name in weights}
     for pattern, now in OLDER.items():
-        weights = {re.sub(pattern, now, name): tensor for name, tensor in weights.items()}
-    return weights
+        found |= {old: re.sub(pattern, now, name) for old, name in found.items() if old not in known}
+    return {found[name]: tensor for name, tensor in weights.items()}
 
 
 def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:

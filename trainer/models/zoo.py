@@ -88,6 +88,7 @@ def build(
         )
     try:
         model = _made(recipe, num_classes, channels, image_size, starting)
+        model = model.cpu() if any(part.is_cuda for part in (*model.parameters(), *model.buffers())) else model
         _check_kinds(model, recipe.name)
         out = _tried(model, channels, image_size, inputs)
     except (Unreadable, AssertionError) as error:
@@ -193,8 +194,10 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     path = run_named(source)
     weights, metadata = read_weights(path)
     metadata = metadata if "classes" in metadata else {**read_metadata(path), **metadata}  # a checkpoint's run's
-    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".num_batches_tracked")}
-    weights = counters | torchvision_zoo.renamed(weights)  # files of before there were counters begin at 0, as in torch
+    state = model.state_dict()
+    counters = {name: tensor for name, tensor in state.items() if name.endswith(".num_batches_tracked")}
+    # Files of before there were counters begin at 0, as in torch.
+    weights = counters | torchvision_zoo.renamed(weights, state)
     weights = _by_class(weights, metadata, model, classes, outputs)
     try:
         initialise(model, weights, f"init_from={source}")

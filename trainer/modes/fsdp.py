@@ -94,7 +94,8 @@ class FullyShardedDataParallel(Strategy):
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
         mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
-        self.order = Order(self._refusal, self.device.type == "cpu")
+        # On cards the hosts would wait for each other.
+        self.order = Order(self._refusal, every=1 if self.device.type == "cpu" else 64)
         with lost_peers(), self._explained():
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)

@@ -21,7 +21,7 @@ from trainer.models.given import has_hooks
 
 Storage = weakref.ref[torch.UntypedStorage]
 TRIES = 20
-FIRST, LATER = 4, 64  # passes
+FIRST = 4  # passes
 TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
 
 
@@ -141,12 +141,12 @@ class Order:
     """Ranks tell what they send each other by the order alone: one that goes another way through the model would get
     weights and gradients of another block, or wait for ever.
 
-    On the CPU they compare what is next before each exchange. On cards, whose hosts would wait for each other, they do
-    so in the `FIRST` passes, and compare what there was at each `LATER` pass. Where they differ, each raises `refusal`.
+    In the `FIRST` passes they compare what is next before each exchange. Later they compare what there was, after every
+    so many passes, and before what is evaluated or saved. Where they differ, each raises `refusal`.
     """
 
-    def __init__(self, refusal: Callable[[str], Exception], always: bool) -> None:
-        self._refusal, self._always, self._passes, self._digest = refusal, always, 0, 0
+    def __init__(self, refusal: Callable[[str], Exception], every: int) -> None:
+        self._refusal, self._every, self._passes, self._digest = refusal, every, 0, 0
 
     def watch(self, unit: Any, name: str) -> None:
         """Look before each exchange of a unit that was sharded just now."""
@@ -156,11 +156,11 @@ class Order:
     def end_pass(self, used: Sequence[str] = ()) -> None:
         """After a pass in training, in which these parameters got a gradient."""
         self._passes += 1
-        self._next(used, "end", self._passes % LATER == 0)
+        self._next(used, "end", self._passes % self._every == 0)
 
     def _next(self, names: Sequence[str], what: str, due: bool = False) -> None:
         self._digest = zlib.crc32(repr((self._digest, *names, what)).encode())
-        if self._always or due or self._passes < FIRST:
+        if due or self._passes < FIRST:
             self.compare(names)
 
     def compare(self, names: Sequence[str] = ()) -> None:

@@ -101,15 +101,16 @@ class Classification(OfClasses):
 
         And how many samples are of each class, and are predicted as it.
         """
-        best = largest(outputs, TOP)
-        hits = best == targets[:, None]
+        own, places = outputs.gather(1, targets[:, None]), torch.arange(outputs.shape[1], device=outputs.device)
+        before = ~(outputs <= own) | ((outputs == own) & (places < targets[:, None]))  # as in `largest`, unsorted
+        rank = before.sum(1)
         none, ones = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device), torch.ones_like(targets)
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
-            "correct1": hits[:, 0].sum(),
-            "correct5": hits.sum(),
+            "correct1": (rank == 0).sum(),
+            "correct5": (rank < TOP).sum(),
             "actual": none.index_add(0, targets, ones),
-            "predicted": none.index_add(0, best[:, 0], ones),
+            "predicted": none.index_add(0, outputs.argmax(1), ones),
         }
 
     def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:

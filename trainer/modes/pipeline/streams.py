@@ -120,8 +120,10 @@ class StreamPipeline(Staged):
                         sent[stage, m] = out
                     elif stage == last:
                         self.backward(sent.pop((stage, m)))
-                    elif (gradient := gradients.pop((stage, m), None)) is not None:
-                        torch.autograd.backward(sent.pop((stage, m)), gradient)
+                    else:
+                        out, gradient = sent.pop((stage, m)), gradients.pop((stage, m), None)
+                        if gradient is not None:
+                            torch.autograd.backward(out, gradient)
                 self._pass_on(action, received, sent, gradients)
         self.commit_statistics()
         return torch.stack(losses).sum().to(self.device, non_blocking=True)

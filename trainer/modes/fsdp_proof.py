@@ -23,6 +23,7 @@ from trainer.processes.world import PATIENCE
 
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
 FLOOR = 1e-2  # of the whole model's gradient
+SYNCHRONISED_ROWS = 8
 
 
 def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | None:
@@ -34,10 +35,14 @@ def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | 
         finally:
             model.to("cpu")
 
-    name, rows = f"model.name={strategy.recipe.model.name}", strategy.context.example.rows
+    name, most = f"model.name={strategy.recipe.model.name}", strategy.context.example.rows
+    # Of few values a variance is hardly more than rounding, which ranks that share it do in another order.
+    least = min(most, SYNCHRONISED_ROWS) if strategy.recipe.sync_bn else 1
 
     def on_main() -> tuple[Passes, int] | None:
-        return fewest_rows(rows, passes, strategy.context.say, name) if strategy.world.is_main else None
+        if not strategy.world.is_main:
+            return None
+        return fewest_rows(most, lambda rows: passes(max(rows, least)), strategy.context.say, name)
 
     return strategy.world.all_or_none(on_main, PATIENCE)
 

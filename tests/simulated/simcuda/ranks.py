@@ -29,7 +29,8 @@ CASES = {
     "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
 }
 BACKWARD, WATCHED = "modes/base.py Strategy.backward", "modes/fsdp_units.py watch.<locals>.after"
-OF_SHARDS = {("H2D", BACKWARD), ("item", WATCHED)}  # gloo's own copy, which NCCL has not; the first pass is watched
+SCATTERED = "modes/fsdp_units.py _looking.<locals>.Looking.__call__"
+OF_SHARDS = {("H2D", SCATTERED), ("item", WATCHED)}  # gloo's own copy, which NCCL has not; the first pass is watched
 ALLOWED = {
     # Averaging weights is no training step, and on one card it goes over the host.
     "local_sgd on one card": {(kind, "modes/local_sgd.py LocalSGD._average") for kind in ("D2H", "H2D")},

@@ -20,7 +20,9 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.register_buffer("kept", torch.zeros(2))
-        self.count = 0
+        self.count, self.last = 0, None
+        self.table, self.array, self.figures = torch.zeros(2), np.zeros(2), {"n": 0, "mean": 0.0}
+        self.mask = torch.zeros(1, 4).expand(4, 4)
 
     def forward(self, x):
         return self.b(torch.tanh(self.norm(self.a(x))))
@@ -47,6 +49,27 @@ def changed_buffer(model, x):
 
 def counts(model, x):
     model.count += 1
+    return model(x)
+
+
+def makes_a_counter(model, x):
+    model.made = getattr(model, "made", 0) + 1
+    return model(x)
+
+
+def counts_in(model, x):
+    model.figures["n"] += 1
+    return model(x)
+
+
+def adds_to(name, model, x):
+    vars(model)[name] += 1
+    return model(x)
+
+
+def remembers(model, x):
+    """What is of this pass alone."""
+    model.last, model.figures["mean"] = x.detach() * 2, x.mean().item()
     return model(x)
 
 
@@ -88,6 +111,10 @@ OTHERS = {
     "gradient of a.weight": without_gradient,
     "buffer kept": changed_buffer,
     "attribute count": counts,
+    "attribute made": makes_a_counter,
+    r"attribute figures\[0\]": counts_in,
+    "attribute table": partial(adds_to, "table"),
+    "attribute array": partial(adds_to, "array"),
     "change of a.weight": changed_weight,
     "state of NumPy": partial(drawn, np.random.rand),
     "state of Python": partial(drawn, random.random),
@@ -143,6 +170,15 @@ def test_the_same_program_is_the_same_and_nothing_is_left():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("run", [makes_a_counter, counts_in, partial(adds_to, "table"), remembers])
+def test_two_that_count_alike_are_the_same(run):
+    model = Net()
+    one, other = (passes(model, partial(run, model)) for _ in range(2))
+    check_equivalent("stages", one, other, TOLERANCE["fp32"])
+    check_equivalent("stages", passes(model), passes(model, partial(remembers, model)), TOLERANCE["fp32"])
+    assert not hasattr(model, "made") and model.last is None and model.figures == {"n": 0, "mean": 0.0}
+
+
 def test_another_order_of_sums_and_values_that_are_no_numbers_are_no_difference():
     torch.manual_seed(0)
     model = Net()
@@ -161,6 +197,12 @@ def test_state_that_each_pass_changes_is_named():
     assert changing(passes(model)) == []
     assert changing(passes(model, partial(changed_buffer, model))) == ["buffer kept"]
     assert changing(passes(model, partial(counts, model))) == ["attribute count"]
+    assert changing(passes(model, partial(makes_a_counter, model))) == ["attribute made"]
+    assert changing(passes(model, partial(counts_in, model))) == ["attribute figures[0]"]
+    for name in ("table", "array"):
+        assert changing(passes(model, partial(adds_to, name, model))) == [f"attribute {name}"]
+        assert not vars(model)[name].any()
+    assert changing(passes(model, partial(remembers, model))) == []
     before = model.a.weight.clone()
     assert changing(passes(model, partial(changed_weight, model))) == ["change of a.weight"]
     assert torch.equal(model.a.weight, before)

@@ -12,7 +12,8 @@ from torch import nn
 
 from tests.command_line import WHOLE, losses, ok, result, trainer
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models.extra_state import extra_state, load_extra_state
+from trainer.models.extra_state import extra_state, load_extra_state, require_kept
+from trainer.models.undisturbed import undisturbed
 from trainer.models.zoo import initialise
 from trainer.saving.weights import read_weights
 
@@ -119,6 +120,20 @@ class Unsafe:
 
     def __reduce__(self):
         return (pytest.fail, ("it was executed",))
+
+
+class Giving(nn.Linear):
+    """Gives what it does not take."""
+
+    def get_extra_state(self):
+        return {"n": 1}
+
+
+def test_what_no_module_takes_back_is_refused_by_name():
+    model = nn.Sequential(Giving(2, 2))
+    with undisturbed([model], torch.device("cpu")), pytest.raises(RecipeError, match=r"Giving.*set_extra_state"):
+        require_kept(model, "mine", "single", True)
+    initialise(model, nn.Sequential(nn.Linear(2, 2)).state_dict(), "here", whole=True)
 
 
 def test_only_what_is_safe_to_load_is_saved_and_loaded():

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import zoo
-from trainer.models.given import Given
+from trainer.models.given import Given, not_in_a_copy
 from trainer.recipe import ModelRecipe
 
 
@@ -53,6 +53,22 @@ def closed(net):
     """A copy's hook would read the original."""
     net.head.register_forward_hook(lambda module, inputs, outputs: outputs + net.head.bias)
     return net
+
+
+def empty(net):
+    """A function whose variable is not there yet."""
+
+    def hook(module, inputs, outputs):
+        return later
+
+    net.head.register_forward_hook(hook)
+    if net is None:
+        later = 1
+    return net
+
+
+def test_a_function_of_a_variable_that_has_no_value_yet_is_looked_at():
+    assert not_in_a_copy(empty(Net())) is None
 
 
 def test_hooks_that_a_copy_has_too_are_taken():

@@ -18,7 +18,10 @@ class Changing(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(3, momentum=None)
         self.count, self.last, self.seen, self.names, self.state = 0, None, [], {}, torch.zeros(3)
-        self.generators = None
+        self.array, self.nested = np.zeros(3), {"n": 0, "arrays": [np.zeros(2)], "tensors": (torch.zeros(2),)}
+        self.mask, self.system = torch.zeros(1, 4).expand(4, 4), random.SystemRandom()
+        with torch.inference_mode():
+            self.inferred = torch.zeros(2)
         self.mine, self.torchs, self.old, self.pythons = (
             np.random.default_rng(0),
             torch.Generator().manual_seed(0),
@@ -36,6 +39,11 @@ class Changing(nn.Module):
         self.seen.append(1)
         self.names["a"] = 1
         self.state += 1
+        self.array += 1
+        self.nested["n"] += 1
+        self.nested["arrays"][0] += 1
+        self.nested["tensors"][0].add_(1)
+        self.made = getattr(self, "made", 0) + 1
         self.train(not self.training)
         self.draws()
         return self.norm(x)
@@ -43,7 +51,8 @@ class Changing(nn.Module):
 
 def described(model):
     plain = model.count, model.last, model.seen, model.names, model.state.tolist(), model.training, model.norm.momentum
-    return plain, {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    plain = *plain, model.array.tolist(), repr(model.nested), hasattr(model, "made")
+    return str(plain), {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
 def test_nothing_that_a_forward_changes_is_left():

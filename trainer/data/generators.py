@@ -6,15 +6,15 @@ import functools
 import random
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+from trainer.models.undisturbed import WIDEST, is_generator, set_state, state_of
+
 LEAVES = (str, bytes, int, float, type, types.ModuleType, torch.Tensor, np.ndarray)
-WIDEST = 1000  # elements of a list or dictionary that is looked into: longer ones hold data
 MOST = 10_000  # objects that are looked at
 
 
@@ -32,7 +32,7 @@ class Generators:
             for parts in map(_parts, level):
                 kept.append(parts)  # what is made here keeps its id
                 for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-                    if isinstance(part, KINDS):
+                    if is_generator(part):
                         self._places.append((parts, key))
                     elif not isinstance(part, LEAVES) and id(part) not in seen:
                         seen.add(id(part))
@@ -41,8 +41,9 @@ class Generators:
 
     def __iter__(self) -> Iterator[Any]:
         for holder, key in self._places:
-            if isinstance(generator := holder[key], KINDS) and not isinstance(generator, random.SystemRandom):
-                yield generator
+            with suppress(LookupError):  # it was removed meanwhile
+                if is_generator(generator := holder[key]):
+                    yield generator
 
     def seed(self, key: int) -> None:
         """Begin a stream for each, which differ."""
@@ -59,12 +60,12 @@ class Generators:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put their states back afterwards."""
-        before = [(each, _get(each)) for each in self]
+        before = [(each, state_of(each)) for each in self]
         try:
             yield
         finally:
             for each, state in before:
-                _set(each, state)
+                set_state(each, state)
 
 
 def _parts(value: Any) -> Any:
@@ -79,16 +80,3 @@ def _parts(value: Any) -> Any:
         return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
     held = getattr(value, "__dict__", ())
     return held if isinstance(held, dict) else ()
-
-
-def _get(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)

@@ -1,20 +1,22 @@
 """Proof that what replaces a model trains as the model does: both make the same training passes before the first step.
 
-Compared are outputs, gradients, weights, buffers, plain attributes (counters) and random states, over two passes: what
-the first leaves behind shows in the second. Nothing of it is left.
+Compared are outputs, gradients, weights, buffers, plain attributes (counters, tensors, arrays) and random states, over
+two passes: what the first leaves behind shows in the second. Nothing of it is left.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, is_out_of_memory
-from trainer.models.undisturbed import attributes, generators, undisturbed
+from trainer.models.undisturbed import attributes, generators, is_plain, undisturbed
 
 SECONDS = 2.0  # that a proof may take without a word
 # Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
@@ -26,7 +28,9 @@ Tensors = dict[str, Tensor | None]
 class Passes(NamedTuple):
     """What training passes did, by names."""
 
-    tensors: list[Tensors]  # buffers and changed weights, before the first pass and after each, with its output
+    tensors: list[
+        Tensors
+    ]  # buffers, attributes, changed weights, before the first pass and after each, with its output
     gradients: Tensors  # of all passes, added up
     plain: list[dict[str, object]]  # after each pass: attributes and generators
 
@@ -72,10 +76,13 @@ def observe(
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     kept = {name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()}
+    # The very objects of now: one that a pass assigns anew, as its last activations, is no state that adds up.
+    held = [(name, value) for name, value in attributes(model) if isinstance(value, Tensor | np.ndarray)]
 
     def state() -> Tensors:
         weights = ((f"change of {name}", p, kept[name][0]) for name, p in parameters.items())
         changed: Tensors = {name: None if torch.equal(p, was) else p.detach().clone() for name, p, was in weights}
+        changed |= {name: _numbers(value) for name, value in held}
         return changed | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
     plain = list[dict[str, object]]()
@@ -104,12 +111,21 @@ def observe(
 def _attributes(model: nn.Module) -> dict[str, object]:
     """Numbers and words that a module has, and the length of what it collects."""
     found: dict[str, object] = {}
-    for prefix, module in model.named_modules():
-        for name, value in attributes(module).items():
-            collected = isinstance(value, list | tuple | dict | set)
-            if collected or isinstance(value, bool | int | float | str):
-                found[f"attribute {prefix}{'.' * bool(prefix)}{name}"] = repr(len(value) if collected else value)
+    for name, value in attributes(model):
+        collected = isinstance(value, list | tuple | dict | set)
+        figure = isinstance(value, float) and name.endswith("]")  # a pass's own, which rounding changes
+        if collected or (isinstance(value, bool | int | float | str) and not figure):
+            found[name] = repr(len(value) if collected else value)
     return found
+
+
+def _numbers(value: Any) -> Tensor | None:
+    """A copy of those of a tensor or array that a pass can change in place."""
+    if isinstance(value, Tensor):
+        return value.to("cpu", copy=True) if is_plain(value) else None
+    with suppress(TypeError, ValueError):  # an array of objects, or of a type that torch does not have
+        return torch.from_numpy(value.copy()) if value.flags.writeable else None
+    return None
 
 
 def _counted(passes: Passes) -> dict[str, object]:
@@ -141,7 +157,7 @@ def _differences(whole: Passes, replaced: Passes, tolerance: float, floor: float
     pairs = zip([*whole.tensors, whole.gradients], [*replaced.tensors, replaced.gradients], strict=True)
     for one, other in pairs:
         for name, value in one.items():
-            if (apart := _apart(value, other[name], tolerance, floor)) is not None:
+            if (apart := _apart(value, other.get(name), tolerance, floor)) is not None:
                 yield f"{name} ({apart})"
 
 

@@ -16,8 +16,12 @@ from trainer.saving.weights import EXTRA_STATE, as_bytes, from_bytes
 def holders(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have such state, by its key."""
     named = model.named_modules(remove_duplicate=False)
-    own = {name: module for name, module in named if type(module).get_extra_state is not nn.Module.get_extra_state}
+    own = {name: part for name, part in named if _has(part, "get_extra_state") and _has(part, "set_extra_state")}
     return {f"{name}.{EXTRA_STATE}".lstrip("."): module for name, module in own.items()}
+
+
+def _has(module: nn.Module, method: str) -> bool:
+    return getattr(type(module), method) is not getattr(nn.Module, method)
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
@@ -57,7 +61,14 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Tensor], source: str,
 
 
 def require_kept(model: nn.Module, name: str, mode: str, alike: bool) -> None:
-    """Raises RecipeError before training where such state could not be saved, or `mode` has no `alike` modules."""
+    """Raises RecipeError before training where such state could not be saved, nor loaded, or `mode` has no `alike`
+    modules."""
+    for module in model.modules():
+        if _has(module, "get_extra_state") and not _has(module, "set_extra_state"):
+            raise RecipeError(
+                f"model.name={name}: {type(module).__name__} has get_extra_state() and no set_extra_state(), so no run "
+                "could go on with what it gives: write both, or neither"
+            )
     state = extra_state(model)
     if state and not alike:
         raise RecipeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def not_in_a_copy(model: nn.Module) -> str | None:
         attributes = vars(module).values()
         functions = [*attributes, *(hook for hooks in attributes if isinstance(hooks, dict) for hook in hooks.values())]
         cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
-        if any(id(cell.cell_contents) in own for cell in cells):
+        if any(cell != types.CellType() and id(cell.cell_contents) in own for cell in cells):  # one may be empty
             return f"has a function in {name or 'itself'} that refers to the model around it"
     return next((f"has a hook of a parameter, {name}" for name, p in model.named_parameters() if has_hooks(p)), None)
 

@@ -16,34 +16,37 @@ from torch import Tensor, nn
 
 from trainer.models.extra_state import holders
 
+WIDEST = 1000  # elements of a list or dictionary that is looked into: longer ones hold data
 _OWN = set(vars(nn.Module()))  # what every module has
 
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: bool = False) -> Iterator[None]:
-    """Restore buffers, extra state, training flags, plain attributes (counters, lists, tensors) and random states
-    afterwards; where a pass of the user's may change `weights`, those too, which takes memory for another copy."""
+    """Restore buffers, extra state, training flags, plain attributes (counters, lists, tensors, arrays) and random
+    states afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
     parts = {part for module in modules for part in module.modules()}
     flags = {part: part.training for part in parts}
     # By their names: a module that goes to another device and back has other tensors.
     buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
     kept = [(p, p.detach().clone()) for p in {p for part in parts for p in part.parameters(recurse=False)} if weights]
     extra = {part: copy.deepcopy(part.get_extra_state()) for module in modules for part in holders(module).values()}
-    plain = [(part, name, value) for part in parts for name, value in attributes(part).items()]
+    plain = {part: _own(part) for part in parts}
+    objects = {id(value): value for module in modules for _, value in attributes(module)}
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.callback(random.setstate, random.getstate())
             stack.callback(np.random.set_state, np.random.get_state())
-            for restore in {id(value): _restorer(value) for _, _, value in plain}.values():
-                stack.callback(restore)
+            for value in objects.values():
+                stack.callback(_restorer(value))
             yield
     finally:
         for part, training in flags.items():
             part.training = training
-        for part, name, value in plain:
-            if value is None or isinstance(value, bool | int | float | str | tuple | Tensor):
-                vars(part)[name] = value
+        for part, own in plain.items():
+            for name in _own(part).keys() - own.keys():
+                del vars(part)[name]
+            vars(part).update(own)
         for part, state in extra.items():
             part.set_extra_state(state)
         with torch.no_grad():
@@ -66,24 +69,63 @@ def generators() -> dict[str, object]:
     return {f"random state of {name}": state for name, state in states.items()}
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """What the module has beside its parameters, buffers, children, hooks and training flag."""
+def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What modules have beside parameters, buffers, children, hooks and training flags, and what lists and dictionaries
+    among it hold, by names for messages."""
+    seen = set[int]()
+
+    def reached(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        yield name, value
+        if type(value) in (list, tuple, deque, dict) and len(value) <= WIDEST and id(value) not in seen:
+            seen.add(id(value))
+            for number, part in enumerate(value.values() if isinstance(value, dict) else value):
+                yield from reached(f"{name}[{number}]", part)
+
+    for prefix, module in model.named_modules():
+        for name, value in _own(module).items():
+            yield from reached(f"attribute {prefix}{'.' * bool(prefix)}{name}", value)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN}
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a pass can change the numbers of a tensor in place, and others can put them back."""
+    known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
+    return known and tensor.is_leaf and not tensor.requires_grad and not is_expanded(tensor)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator, whose state can be kept."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def state_of(generator: Any) -> Any:
+    """A generator's state, for `set_state`."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give a generator what `state_of` told."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
 def _restorer(value: Any) -> Callable[[], object]:
-    """What gives a changeable object its contents back: a generator, a list, a tensor that is no buffer."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
+    """What gives a changeable object its contents back: a generator, a list, a tensor that is no buffer, an array."""
+    if is_generator(value):
+        return partial(set_state, value, state_of(value))
     if type(value) in (list, deque, dict, set):
         before, fill = copy.copy(value), value.extend if isinstance(value, list | deque) else value.update
         return lambda: (value.clear(), fill(before))
-    if isinstance(value, Tensor) and value.is_leaf and not value.requires_grad:
+    if isinstance(value, Tensor) and is_plain(value):
         return partial(value.copy_, value.clone())
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        return partial(np.copyto, value, value.copy())
     return lambda: None

@@ -1,7 +1,8 @@
 """`ddp`: a replica on every rank, gradients averaged while the backward pass still runs.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Torch calls the
-model as it is, so unlike stages and shards it needs no proof of `models.equivalence`.
+model as it is, but for `sync_bn`, whose layers are checked one by one: unlike stages and shards it needs no proof of
+`models.equivalence`.
 """
 
 from __future__ import annotations

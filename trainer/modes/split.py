@@ -19,7 +19,7 @@ class Split(Staged):
         return Pipe(workers, ((IN_TURN, workers),), rows, (1,))
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._deferred.clear()
+        self.deferred.clear()
         for index, (stage, device) in enumerate(zip(traced.stages(plan.cuts), self.world.drives, strict=True)):
             self.stages[index] = self.prepare_stage(stage, device)
 

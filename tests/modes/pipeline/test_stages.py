@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from tests.modes.pipeline.test_streams import CPU, ROWS, digits, staged
 from trainer.errors import RecipeError
 from trainer.models import equivalence
-from trainer.modes.pipeline import stages
+from trainer.modes.pipeline import stage_proof, stages
 
 
 class Base(nn.Module):
@@ -158,7 +158,7 @@ def test_a_proof_leaves_nothing(words, monkeypatch):
     for proven in (True, False):
         with monkeypatch.context() as patch:
             if not proven:
-                patch.setattr(stages.Staged, "_prove", lambda *_: None)
+                patch.setattr(stages, "prove", lambda *_: None)
             torch.manual_seed(0)
             strategy = staged(Base(), [CPU, CPU], f"{words} pipeline.cuts=[b]")
             drawn = torch.rand(()), random.random(), np.random.rand()
@@ -191,7 +191,7 @@ def test_where_memory_does_not_suffice_it_is_told(monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(stages, "observe", full)
+    monkeypatch.setattr(stage_proof, "observe", full)
     said = []
     staged(NoGrad(), [CPU, CPU], "mode=split", say=said.append)
     assert any(line.startswith("WARNING") for line in said)

@@ -92,7 +92,7 @@ class ProcessPipeline(Staged):
         self.last = plan.stages - 1
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._deferred.clear()
+        self.deferred.clear()
         self.stages.clear()
         self.assign_stages(plan)
         everything = traced.stages(plan.cuts)
@@ -142,7 +142,7 @@ class ProcessPipeline(Staged):
                     if out.requires_grad:  # not `backward`, which would leave gradients
                         wanted = [p for p in wire.parameters() if p.requires_grad]
                         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-                for deferred in self._deferred.values():
+                for deferred in self.deferred.values():
                     deferred.forget()
 
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:

@@ -11,24 +11,21 @@ from functools import partial
 from shlex import quote
 from statistics import fmean
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
-from trainer.models.equivalence import TOLERANCE, Passes, changing, check_equivalent, fewest_rows, observe
 from trainer.models.given import has_hooks
-from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced, trace
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import kept_plans, orders, tuning
 from trainer.modes.pipeline.orders import Span
+from trainer.modes.pipeline.stage_proof import held, prove
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
@@ -50,7 +47,7 @@ class Staged(Strategy):
         self.plan: Plan
         self.pipe: Pipe
         self._values: dict[nn.Module, int] = {}  # of layers whose statistics are deferred
-        self._deferred: dict[nn.Module, DeferredStatistics] = {}  # by stage
+        self.deferred: dict[nn.Module, DeferredStatistics] = {}  # by stage
         self._bubbles: list[float] = []
         self._launching: list[float] = []  # share of the workers' time, beside each bubble
         self._recent: list[list[Span]] = []
@@ -79,56 +76,10 @@ class Staged(Strategy):
             if self.recipe.pipeline.recompute:
                 instead = "pipeline.recompute=false and pipeline.deferred_batch_norm=false"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
-        self._held = {mode: _held(self.model, mode) for mode in (True, False)}
-        self.world.all_or_none(lambda: self._prove(traced) if self.world.is_main else None, PATIENCE)
+        self._held = {mode: held(self.model, mode) for mode in (True, False)}
+        self.world.all_or_none(lambda: prove(self, traced) if self.world.is_main else None, PATIENCE)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
-
-    def _prove(self, traced: Traced) -> None:
-        """Hold all blocks in a row against the whole model: on the CPU, for that may not fit a device.
-
-        Raises:
-            RecipeError: they train another model, or each pass changes some state, and a step has several.
-        """
-        name, most = f"model.name={self.recipe.model.name}", self.pipe.rows // max(self.pipe.counts)
-        seen = fewest_rows(most, partial(self._passes, traced), self.context.say, name)
-        self._deferred.clear()
-        if seen is None:
-            return
-        whole, cut = seen
-        check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[self.recipe.precision])
-        norms = tuple(f"buffer {layer}." for layer in statistics_layers(self.model))
-        states = [state for state in changing(whole) if not state.startswith(norms)]
-        if states and max(self.pipe.counts) > 1:
-            raise RecipeError(
-                f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
-                "mode=ddp, or mode=split"
-            )
-
-    def _passes(self, traced: Traced, rows: int) -> tuple[Passes, Passes]:
-        """Two training passes of the whole model, and of its blocks."""
-        sample = self.context.example.random(torch.device("cpu"), 2 * rows, self.recipe.channels_last)
-        pieces, blocks = torch.split(sample, rows), traced.stages(traced.cuts)
-        self._deferred.clear()
-        if self._values:
-            self._defer(blocks)
-
-        def in_precision(module: nn.Module, inputs: Tensor) -> Tensor:
-            # For fp16 too, which on the CPU may take 200 times as long.
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision in AUTOCAST):
-                out: Tensor = module(inputs)
-            return out
-
-        def in_blocks(inputs: Tensor) -> Tensor:
-            for block in blocks:
-                inputs = self.run_stage(block, inputs, rows, in_precision)
-            return inputs
-
-        whole = observe(self.model, lambda: self._train([self.model]), partial(in_precision, self.model), pieces)
-        cut = observe(
-            self.model, lambda: self._train(blocks), in_blocks, pieces, after=lambda _: self.commit_statistics()
-        )
-        return whole, cut
 
     def _find_plan(self, traced: Traced) -> Plan:
         """The one of this run so far, or what was measured on this machine before, or now."""
@@ -203,7 +154,7 @@ class Staged(Strategy):
                 raise
             if self.world.size > 1:
                 raise tuning.too_little(self.pipe, plan.microbatches, self._ran) from error
-        for deferred in self._deferred.values():
+        for deferred in self.deferred.values():
             deferred.forget()
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -259,15 +210,16 @@ class Staged(Strategy):
         """A stage as it trains: on its device, its BatchNorm's statistics deferred."""
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         stage = stage.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._values and self.defers(self.plan.microbatches):
-            self._defer([stage])
+        if self.defers(self.plan.microbatches):
+            self.defer([stage])
         if self.recipe.compile:
             compile_in_place(stage)
         return stage
 
-    def _defer(self, stages: Iterable[nn.Module]) -> None:
+    def defer(self, stages: Iterable[nn.Module]) -> None:
+        """Gather the statistics of these over a mini-batch."""
         pooled = self.recipe.pipeline.deferred_batch_norm
-        self._deferred |= {stage: DeferredStatistics(stage, self._values, pooled) for stage in stages}
+        self.deferred |= {stage: DeferredStatistics(stage, self._values, pooled) for stage in stages if self._values}
 
     def run_stage(
         self,
@@ -282,7 +234,7 @@ class Staged(Strategy):
         calls the stage, for `in_precision`.
         """
         run = run or self.in_precision
-        deferred = self._deferred.get(stage) if stage.training else None
+        deferred = self.deferred.get(stage) if stage.training else None
         if deferred is not None:
             deferred.begin()
         if self.recipe.pipeline.recompute and torch.is_grad_enabled():
@@ -300,7 +252,7 @@ class Staged(Strategy):
 
     def commit_statistics(self) -> None:
         """A mini-batch is complete."""
-        for deferred in self._deferred.values():
+        for deferred in self.deferred.values():
             deferred.commit()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -313,14 +265,14 @@ class Staged(Strategy):
         return {name: buffer for name, buffer in here.items() if name in self._saved}
 
     def train(self, training: bool = True) -> None:
-        self._train(self.stages.values(), training)
+        self.train_modules(self.stages.values(), training)
 
-    def _train(self, modules: Collection[nn.Module], training: bool = True) -> None:
+    def train_modules(self, modules: Collection[nn.Module], training: bool = True) -> None:
         """As the whole model's own `train` does it, which stages do not have."""
         for module in modules:
             module.train(training)
-        for held in self._held[training]:
-            held.training = not training
+        for part in self._held[training]:
+            part.training = not training
         self.keep_frozen(modules)
 
     def weighted_loss(self, outputs: Tensor, targets: Tensor, weight: float) -> Tensor:
@@ -386,10 +338,3 @@ class Staged(Strategy):
                 "trials": self.known["trials"],
             }
         }
-
-
-def _held(model: nn.Module, training: bool) -> WeakSet[nn.Module]:
-    """Modules that the model's own `train` leaves in the other mode, as that of a frozen part does."""
-    with undisturbed([model], torch.device("cpu")):
-        model.train(training)
-        return WeakSet(module for module in model.modules() if module.training != training)

@@ -96,7 +96,7 @@ class StreamPipeline(Staged):
         super().setup(model)
 
     def build(self, traced: Traced, plan: Plan) -> None:
-        self._deferred.clear()
+        self.deferred.clear()
         for index, (stage, lane) in enumerate(zip(traced.stages(plan.cuts), self.lanes, strict=True)):
             self.stages[index] = self.prepare_stage(stage, lane.device)
 

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from trainer.saving.files import portable
 from trainer.tasks.classification import class_name
 
+Places = TypeVar("Places", dict[str, int], list[int])
 
-class ClassNames(NamedTuple):
-    """Classes that are known by their names alone."""
 
-    names: list[str]  # in alphabetical order
-    places: dict[str, int]  # of each text that names one of them
+class ClassNames(NamedTuple, Generic[Places]):
+    """Classes as they are called."""
+
+    names: list[str]
+    places: Places  # in `names`, of each text or number that was given
     notes: dict[str, str]  # for a run's banner
 
 
-class ClassNumbers(NamedTuple):
-    """Classes that are known by their numbers."""
-
-    names: list[str]
-    places: list[int]  # of each number
-    notes: dict[str, str]
-
-
-def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
-    """The classes that `texts` name, as files have them; `others` have places where they name one of these too."""
+def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames[dict[str, int]]:
+    """The classes that `texts` name, sorted; `others` have places where they name one of these too."""
     forms = {text: class_name(text) for text in texts}
     order = {form: place for place, form in enumerate(sorted({*forms.values()}))}
     forms |= {text: class_name(text) for text in others}
@@ -35,7 +29,7 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
     return ClassNames([*map(portable, order)], places, _notes(forms))
 
 
-def merged(names: Sequence[str]) -> ClassNumbers:
+def merged(names: Sequence[str]) -> ClassNames[list[int]]:
     """The same for the names of classes 0, 1, ..., in this order. Several numbers may have one name, written alike, as
     two have crane in ImageNet: they stay apart."""
     forms = {name: portable(class_name(name)) for name in names}
@@ -46,7 +40,7 @@ def merged(names: Sequence[str]) -> ClassNumbers:
         places.append(len(kept) if first[form] == name else kept.index(form))
         if first[form] == name:
             kept.append(form)
-    return ClassNumbers(kept, places, _notes(forms))
+    return ClassNames(kept, places, _notes(forms))
 
 
 def shared_depth(paths: Collection[tuple[str, ...]]) -> int:

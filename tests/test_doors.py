@@ -16,7 +16,6 @@ import unicodedata
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -366,9 +365,9 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "orientation": ("pillow_items", registered_sets, "from_item", not_turned),
     "transparency": ("pillow_items", registered_sets, "from_item", on_black),
     "order of classes": ("pillow_items", registered_sets, "matched", lambda *_: (CLASSES, [None, None])),
-    "cut": ("arrays", registered_sets, "cut", squashed),
+    "cut": ("arrays", registered_sets, "centre_cut", squashed),
     "outermost folder": ("tar_of_folders", shard_classes, "shared_depth", innermost),
-    "Unicode": ("table", class_names, "unicodedata", SimpleNamespace(normalize=lambda _, text: text)),
+    "Unicode": ("table", class_names, "class_name", str),
 }
 
 

@@ -134,3 +134,10 @@ def test_order_and_places():
     named = class_names(["b", NFD, "a"], [NFC, "c"])
     assert named.names == ["a", "b", NFC] and named.places == {"b": 1, NFD: 2, "a": 0, NFC: 2}
     assert merged(["b", "a"]).names == ["b", "a"] and not merged(["b", "a"]).notes
+
+
+def test_only_names_that_are_written_alike_stay_apart():
+    named = merged([NFC, NFD, "crane", "crane", NFC])
+    assert named.names == [NFC, "crane", "crane", NFC] and named.places == [0, 0, 1, 2, 3]
+    assert NFC in named.notes["names"] and "crane" not in named.notes["names"]
+    assert merged(["crane", "crane"]) == (["crane", "crane"], [0, 1], {})

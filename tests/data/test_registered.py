@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import Subset, TensorDataset
 from torchvision.transforms.v2 import functional as vision
 
 from tests.data.photos.test_decoding import exif
@@ -19,12 +20,14 @@ from trainer.data import (
     Shard,
     TensorSet,
     datasets,
+    items,
     open_datasets,
     register_dataset,
     registered,
 )
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import held_out
+from trainer.data.tensors import as_tensor
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.tasks import Task, register_task
@@ -50,6 +53,14 @@ def test_users_bring_tensors(names):
     found = opened("data.name=mine")
     assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
     assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
+
+
+def test_images_in_memory_are_copied_once(names, monkeypatch):
+    whole, seen = TensorDataset(*pair(8)), list[object]()
+    monkeypatch.setattr(items, "as_tensor", lambda value: seen.append(value) or as_tensor(value))
+    register_dataset("mine")(lambda data: (Subset(whole, range(6)), pair(4), None))
+    assert opened("data.name=mine").classes == ("0", "1")
+    assert sum(value is whole.tensors[0] for value in seen) == 1
 
 
 def test_users_bring_map_style_sets(names):

@@ -27,10 +27,10 @@ from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.recipe_files import split_words, stored
 from trainer.recipe.schema import LARGEST_SIDE
-from trainer.saving.files import class_name
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import whole
 from trainer.saving.weights import read_metadata, read_weights
+from trainer.tasks.classification import class_name
 from trainer.training.evaluation import evaluate, metrics_of
 from trainer.training.initial_model import model_of
 from trainer.training.same_images import check_same_images

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from trainer.saving.files import class_name, portable
+from trainer.saving.files import portable
+from trainer.tasks.classification import class_name
+
+Places = TypeVar("Places", dict[str, int], list[int])
 
 
-class ClassNames(NamedTuple):
-    """Classes that are known by their names alone."""
+class ClassNames(NamedTuple, Generic[Places]):
+    """Classes as they are called."""
 
-    names: list[str]  # in alphabetical order
-    places: dict[str, int]  # of each text that names one of them
+    names: list[str]
+    places: Places  # in `names`, of each text or number that was given
     notes: dict[str, str]  # for a run's banner
 
 
-def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
-    """The classes that `texts` name, as files have them; `others` have places where they name one of these too."""
-    forms = {text: unicodedata.normalize("NFC", text) for text in texts}
+def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames[dict[str, int]]:
+    """The classes that `texts` name, sorted; `others` have places where they name one of these too."""
+    forms = {text: class_name(text) for text in texts}
     order = {form: place for place, form in enumerate(sorted({*forms.values()}))}
-    forms |= {text: unicodedata.normalize("NFC", text) for text in others}
+    forms |= {text: class_name(text) for text in others}
     places = {text: order[form] for text, form in forms.items() if form in order}
     return ClassNames([*map(portable, order)], places, _notes(forms))
 
 
-def merged(names: Sequence[str]) -> ClassNames:
-    """The same for the names of classes 0, 1, ..., in this order; several numbers may have one name, as two have crane
-    in ImageNet."""
-    forms = {name: class_name(name) for name in names}
-    if len(forms) < len(names):
-        return ClassNames([forms[name] for name in names], {}, {})
-    order = {form: place for place, form in enumerate(dict.fromkeys(forms.values()))}
-    return ClassNames([*order], {name: order[form] for name, form in forms.items()}, _notes(forms))
+def merged(names: Sequence[str]) -> ClassNames[list[int]]:
+    """The same for the names of classes 0, 1, ..., in this order. Several numbers may have one name, written alike, as
+    two have crane in ImageNet: they stay apart."""
+    forms = {name: portable(class_name(name)) for name in names}
+    first = {form: name for name, form in reversed(forms.items())}
+    kept, places = list[str](), list[int]()
+    for name in names:
+        form = forms[name]
+        places.append(len(kept) if first[form] == name else kept.index(form))
+        if first[form] == name:
+            kept.append(form)
+    return ClassNames(kept, places, _notes(forms))
 
 
 def shared_depth(paths: Collection[tuple[str, ...]]) -> int:

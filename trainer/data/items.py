@@ -74,14 +74,15 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def names_of(part: Any, kind: type[Task], of: str) -> tuple[str, ...]:
-    """The names of a set's classes, or of a regression's values, where it has any, else numbers. Raises RecipeError."""
+def names_of(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None = None) -> tuple[str, ...]:
+    """The names of a set's classes, or of a regression's values, where it has any, else numbers; `tensors` are the set
+    as a pair, where that was made already. Raises RecipeError."""
     if kind.reads != "values":
         if known := next(filter(None, map(names_in, made_of(part))), ()):
             return known
         if isinstance(count := getattr(made_of(part)[0], "num_classes", None), int) and count > 0:
             return _numbers(count)
-    tensors = tensors_of(part)
+    tensors = tensors or tensors_of(part)
     if kind.reads == "class":
         targets = tensors[1] if tensors is not None else stored_targets(part)
         targets = _counted(part, of) if targets is None else targets

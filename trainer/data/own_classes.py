@@ -81,7 +81,7 @@ def matched(
     numberings: list[Numbering | None] = [None, None]
     own = tuple(forms[first].names if first else ())
     if first and (len(forms) > 1 or len(own) < len(first)):
-        why = "several of their classes have one name" * any(not each.places for each in forms.values())
+        why = "several of their classes have one name" * any(len({*each}) < len(each) for each, *_ in forms.values())
         why = why or "one of them names none" * (not all(map(all, known)))
         why = why or "an image has several" * (reads == "classes")
         changed = any(getattr(one, "target_transform", None) for some in sets for one in some)
@@ -90,7 +90,7 @@ def matched(
             raise RecipeError(f"{where}: its data sets name different classes, {others}, and {why}: give all the same")
         if absent := [name for names in known[1] for name in forms[names].names if name not in order]:
             raise RecipeError(f"{where}: no training image has the class '{absent[0]}' of the held-out set")
-        tables = {each: [order[form.names[form.places[name]]] for name in each] for each, form in forms.items()}
+        tables = {each: [order[form.names[n]] for n in form.places] for each, form in forms.items()}
         for n, some in enumerate(known):
             if any(tables[each] != [*range(len(each))] for each in some):
                 numberings[n] = Numbering([tables[each] for each in some], _which(parts[n]))

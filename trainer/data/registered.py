@@ -18,15 +18,16 @@ from trainer.data.folders.targets import Targets, target_of
 from trainer.data.items import as_input, names_of, pair, tensors_of
 from trainer.data.own_classes import matched
 from trainer.data.photos.decoding import from_item, orientation_of, with_channels
-from trainer.data.photos.photo_reader import cut
+from trainer.data.photos.photo_reader import centre_cut
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.known_names import DATASETS, Registry
-from trainer.saving.files import class_name
+from trainer.saving.files import portable
 from trainer.tasks import Task
+from trainer.tasks.classification import class_name
 
 ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size
 ROLES = ("training set", "held-out set")
@@ -91,11 +92,11 @@ def _classes(sets: Sequence[Any], parts: Sequence[Any], names: Any, recipe: Reci
     """The parts with the training set's class numbers, and the names that a user gives, or as many numbers, or those of
     the training set; `sets` are the user's own."""
     kind, where = tasks.kind(recipe), f"data.name={recipe.data.name}"
-    given = () if names is None or isinstance(names, int) else tuple(class_name(str(name)) for name in names)
+    given = () if names is None or isinstance(names, int) else tuple(portable(class_name(str(name))) for name in names)
     known, tables = (given, [None] * 2) if kind.reads == "values" else matched(sets, given, kind.reads, where)
     if isinstance(names, int):
         known = tuple(map(str, range(names)))
-    known = known or names_of(sets[0], kind, f"{where}, {ROLES[0]}")
+    known = known or names_of(sets[0], kind, f"{where}, {ROLES[0]}", None if parts is sets else parts[0])
     return [part if table is None else table.of(part) for part, table in zip(parts, tables, strict=True)], known
 
 
@@ -155,7 +156,7 @@ def in_memory(
                     f"data.name={data.name}: its images are {' x '.join(map(str, images.shape[-2:]))} and would become "
                     f"{size} x {size}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not follow"
                 )
-            images = cut(images, size, size)
+            images = centre_cut(images, size, size)
         return ImageSet(images, pair[1])
 
     mean, std = statistics(*known, channels)

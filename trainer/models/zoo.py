@@ -22,10 +22,10 @@ from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
-from trainer.saving.files import class_name
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
+from trainer.tasks.classification import class_name
 
 Weight = TypeVar("Weight", Tensor, StoredTensor)
 
@@ -112,7 +112,7 @@ def build(
 
 
 def _check_kinds(model: nn.Module, name: str) -> None:
-    """Refuse parameters that no mode can train, with what to write instead."""
+    """Refuse parameters that are not supported, with what to write instead."""
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(parameter):
             raise RecipeError(f"model.name={name} has lazy layers: where it is made, call it once on a batch of zeros")

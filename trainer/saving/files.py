@@ -15,7 +15,6 @@ import shutil
 import stat
 import sys
 import time
-import unicodedata
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -67,11 +66,6 @@ def open_streams() -> None:
 def portable(name: str) -> str:
     """A file's name, or a text with one, as UTF-8 can hold it: a byte that is none of it becomes four characters."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def class_name(text: str) -> str:
-    """A class's name: composed (NFC), for file systems and programs write one letter in two ways, and portable."""
-    return portable(unicodedata.normalize("NFC", text))
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:

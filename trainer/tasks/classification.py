@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -15,6 +16,11 @@ from trainer.tasks.task import OnDevices, Reads, Task, register_task
 
 TOP = 5  # classes in a prediction
 FEW = 10  # of fewer classes, top-5 says little
+
+
+def class_name(text: str) -> str:
+    """A class's name as all have it: composed (NFC), for file systems and programs write one letter in two ways."""
+    return unicodedata.normalize("NFC", text)
 
 
 class OfClasses(Task):

@@ -140,7 +140,7 @@ def judge(
     bound = largest if parts[largest] >= NAMED else "compute"
     overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
     told = dict(warnings or {})
-    short = [told.pop(kind) for kind in ("rate",) if kind in told]
+    short = [told.pop("rate")] if "rate" in told else []
     of_machine = {kind for kind in told if kind in ("cores", "throttled") or kind.startswith("rank ")}
     lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
     sentence = PHRASES[bound].format(share=parts[bound])

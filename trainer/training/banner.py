@@ -29,9 +29,9 @@ SHORTEST = 10  # characters of a name
 
 
 def say(run: Run) -> None:
-    """What is about to run, in eight lines at most: first what to look at, and where the rest is told.
+    """What is about to run: first what to look at, and where the rest is told.
 
-    What every run has is never cut, but for long names.
+    In eight lines, and more where what every run has needs them: it is never cut, but for long names.
     """
     tracker, known, name = run.tracker, run.facts, run.recipe.name
     wide, where = columns(80), few_names(run.world.devices)

@@ -28,8 +28,8 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State
-from trainer.saving.files import class_name
 from trainer.saving.run_folder import free_beside
+from trainer.tasks.classification import class_name
 from trainer.training.run import Run
 
 AT_ONCE = 2**16  # samples

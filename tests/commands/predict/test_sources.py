@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -66,6 +67,17 @@ def test_folders_of_parts_lie_above_labels_also_where_a_class_is_called_so(tmp_p
 def test_a_folder_that_is_a_class(nested):
     assert labels(["photos/ship"]) == ({"photos/ship/harbour/4.png": 1}, "")
     assert labels(["photos/ship/harbour/4.png"], (*KINDS, "harbour"))[0] == {"photos/ship/harbour/4.png": None}
+
+
+@pytest.mark.parametrize("way", ["stdin", "alone"])
+def test_of_a_path_alone_the_only_folder_that_is_a_class_counts(nested, monkeypatch, way):
+    wanted = dict(zip((f"photos/{name}" for name in nested), (0, None, 0, 1), strict=True))
+    if way == "stdin":
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(wanted)))
+        found = labels(["-"])[0]
+    else:
+        found = {path: label for each in wanted for path, label in labels([each])[0].items()}
+    assert found == wanted
 
 
 @pytest.mark.parametrize("root", ["photos/animal", "photos/animal/ship", "photos/animal/ship/2.png"])

@@ -32,6 +32,24 @@ def test_parts_by_the_names_of_shards(tmp_path):
     assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
 
 
+def test_images_are_read_from_shard_to_shard(tmp_path):
+    """Also where folders are classes, and in a tar whose members are in no order."""
+    for part in ("train", "val"):
+        tarred(tmp_path / f"{part}-0.tar", in_folders({"dog": 2, "cat": 1}))
+        tarred(tmp_path / f"{part}-1.tar", [(f"{name}/{n}.jpg", jpeg(n)) for n in (7, 8) for name in ("cat", "dog")])
+    found = opened(tmp_path)
+    for source, part in ((found.train, "train"), (found.val, "val")):
+        first, other = (f"{part}-{n}.tar" for n in range(2))
+        assert [source.name(n) for n in range(len(source))] == [
+            *(f"{first}/{name}.jpg" for name in ("dog/0", "dog/1", "cat/0")),
+            *(f"{other}/{name}.jpg" for name in ("cat/7", "dog/7", "cat/8", "dog/8")),
+        ]
+    drawn = opened(tmp_path / "train-*.tar")
+    for source in (drawn.train, drawn.val):
+        names = [source.name(n) for n in range(len(source))]
+        assert names == [name for name in map(found.train.name, range(7)) if name in names]
+
+
 def test_parts_by_folders_of_shards_and_in_them(tmp_path):
     tarred(tmp_path / "a" / "train" / "0.tar", in_folders(PETS))
     tarred(tmp_path / "a" / "val" / "0.tar", in_folders(PETS))

@@ -26,7 +26,8 @@ from trainer.data.sampling import contiguous_span
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
 from trainer.saving import files
-from trainer.saving.files import class_name
+from trainer.saving.files import portable
+from trainer.tasks.classification import class_name
 from trainer.telemetry.readable import counted
 
 FIRST = 20  # lines of a list, of which one at least is there
@@ -100,7 +101,8 @@ def labels_of(paths: Sequence[str], root: str | None, places: Mapping[str, int])
     """The classes of images by their folders, and in words which have none though others have one, or could have.
 
     They are the folders below `root` (None: below all that the paths share) at the first depth where one is named like
-    a class, of which `places` are given; else `root` itself. Folders of parts, such as train, may lie above them.
+    a class, of which `places` are given; else `root` itself (None: the only one that they share and that is named so).
+    Folders of parts, such as train, may lie above them.
     """
     folders = {folder: _names(folder) for folder in {os.path.dirname(path) for path in paths} if places}
     if not folders:
@@ -110,9 +112,9 @@ def labels_of(paths: Sequence[str], root: str | None, places: Mapping[str, int])
     depth = min((depth for depth in depths.values() if depth is not None), default=start - 1)
     above = next(iter(folders.values()))[:start]
     known = [name for name in above if name in places]
-    if known and known[-1] == above[-1]:
+    if known and (known[-1] == above[-1] or (root is None and depth < start)):
         if depth < start and len(known) == 1:
-            return dict.fromkeys(paths, places[above[-1]]), ""
+            return dict.fromkeys(paths, places[known[0]]), ""
         known += [names[depth] for folder, names in folders.items() if depths[folder] == depth][:1]
         why = f"{' and '.join(known[-2:])}, one inside the other, are both named like classes"
         return {}, f"none are taken from folders, for {why}: give the folder that holds those of all classes"
@@ -126,7 +128,7 @@ def labels_of(paths: Sequence[str], root: str | None, places: Mapping[str, int])
 
 def _names(folder: str) -> tuple[str, ...]:
     """The folders on the way to one."""
-    return tuple(map(class_name, Path(os.path.abspath(folder)).parts))
+    return tuple(portable(class_name(name)) for name in Path(os.path.abspath(folder)).parts)
 
 
 def _depth(names: Sequence[str], start: int, places: Mapping[str, int]) -> int | None:

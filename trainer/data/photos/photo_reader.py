@@ -51,18 +51,18 @@ def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
     `shorter` is by default `shorter_side(size)`.
     """
     shorter = shorter or shorter_side(size)
-    return cut(picture.whole(shorter), size, shorter)
+    return centre_cut(picture.whole(shorter), size, shorter)
 
 
-def cut(images: Tensor, size: int, shorter: int) -> Tensor:
+def centre_cut(images: Tensor, size: int, shorter: int) -> Tensor:
     """Images (..., C, H, W) with their shorter side resized to `shorter`, and `size` x `size` cut out of the centre."""
     if min(images.shape[-2:]) != shorter:
-        images = resized(middle(images, shorter), [shorter])
+        images = resized(middle_of_stripe(images, shorter), [shorter])
     centre: Tensor = vision.center_crop(images, [size, size])
     return centre
 
 
-def middle(images: Tensor, shorter: int) -> Tensor:
+def middle_of_stripe(images: Tensor, shorter: int) -> Tensor:
     """The middle of stripes (..., C, H, W), which whole would fill the memory once their shorter side is enlarged to
     `shorter`; other images as they are. The centre stays where it was."""
     short = min(images.shape[-2:])

@@ -58,10 +58,8 @@ def classes_of(
             by_part = [["" for _ in paths]] * 2  # they are parts such as train, not classes
     elif all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist()):
         labels = _of([_number(root, text) for text in texts], codes)
-        named = merged(_names(root, indexes, labels[train | held_out]))
-        if named.notes:
-            labels = _of([*named.places.values()], labels)
-        return Classes(named.names, labels, named.notes)
+        names, places, notes = merged(_names(root, indexes, labels[train | held_out]))
+        return Classes(names, _of(places, labels), notes)
     here, there = (
         {some[code] for code in np.unique(codes[part]).tolist() if code >= 0} - {""}
         for some, part in zip(by_part, parts, strict=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -56,18 +57,19 @@ class ShardPhotos(EncodedPhotos):
         super().__init__(root, names, labels)
         self._begins, self._shards, self._places = tuple(begins), shards, places
 
-    def ordered(self, rows: Array, depth: int | None) -> tuple[Array, list[str] | None]:
-        """Rows in the order of folders, and the images' paths below `depth` folders of their shards, as folders have
-        them; None: no folders are classes."""
-        if depth is None:
-            return rows, None
+    def below(self, rows: Array, depth: int) -> Iterator[str]:
+        """The images' paths below `depth` folders of their shards, as folders have them."""
         paths = (os.fsdecode(begin.partition(b"\0")[0]) for begin in self._begins)
         depths = [depth + os.path.relpath(path, self.root).count("/") + 1 for path in paths]
-        below = [self.name(row).split("/", depths[self._shards[row]])[-1] for row in rows.tolist()]
-        order = sorted(range(len(rows)), key=lambda n: (self.labels[rows[n]], below[n]))
-        if len({*below}) == len(below):  # of others it is that of their shards
-            rows, below = rows[order], [below[n] for n in order]
-        return rows, below
+        return (self.name(row).split("/", depths[self._shards[row]])[-1] for row in rows.tolist())
+
+    def ordered(self, rows: Array, depth: int | None) -> Array:
+        """Rows in the order of folders where those of `tar --sort=name` are classes, nearly that of the shards; others
+        as they are, for reading here and there takes long."""
+        if depth is None or any(a >= b for a, b in pairwise(path.split("/") for path in self.below(rows, depth))):
+            return rows
+        keys = [*zip(self.labels[rows].tolist(), self.below(rows, depth), strict=True)]
+        return rows[sorted(range(len(rows)), key=keys.__getitem__)]
 
     def address(self, index: int) -> bytes:
         first, second = self._places[index].tolist()
@@ -120,13 +122,14 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         notes["beside"] = f"not looked at in {root}: {few(beside)}"
     known = classes.labels >= 0
     here, there = classes.depths or (None, None)
-    rows, drawn_by = whole.ordered(np.flatnonzero(train & known), here)
+    rows = whole.ordered(np.flatnonzero(train & known), here)
     trains = whole.part(rows)
     if split.held_out is None:
+        drawn_by = None if here is None else [*whole.below(rows, here)]
         trains, holds, words = divided(trains, recipe, before, drawn_by)
     else:
-        rows, _ = whole.ordered(np.flatnonzero(held_out & known), there)
-        holds, words = whole.part(rows), f"what is called {split.held_out} in {root}"
+        holds = whole.part(whole.ordered(np.flatnonzero(held_out & known), there))
+        words = f"what is called {split.held_out} in {root}"
         if not len(holds):
             raise SetupError(f"{root}: no image of {split.held_out} has a class")
     data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)

@@ -91,7 +91,7 @@ def look(shard: ShardFile) -> ShardIndex:
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
     note = f"{most:,} rows of {as_size(largest)}" if most > 1 else ""
-    contents = Contents(texts, class_names(schema, label), note=note)
+    contents = Contents(texts, names_in_schema(schema, label), note=note)
     return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), contents)
 
 
@@ -151,7 +151,7 @@ def _plain(kind: Any) -> Any:
     return pyarrow().string() if str(kind) in TEXT else kind
 
 
-def class_names(schema: Any, label: str) -> list[str] | None:
+def names_in_schema(schema: Any, label: str) -> list[str] | None:
     """The names of the classes, where the schema has them as the library `datasets` writes them."""
     try:
         names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]

@@ -44,8 +44,8 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
     return packed
 
 
-def load_extra_state(model: nn.Module, saved: Mapping[str, Tensor], source: str, device: str = "cpu") -> None:
-    """Give each module its own; tensors that were on a GPU go to `device`.
+def load_extra_state(model: nn.Module, saved: Mapping[str, Tensor], source: str) -> None:
+    """Give each module its own, of which tensors are on the CPU.
 
     Raises:
         CheckpointError: `saved`, of this `source`, lacks one, or its module does not take it.
@@ -54,7 +54,7 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Tensor], source: str,
         if key not in saved:
             raise CheckpointError(f"{source}: holds no {key}, which {type(module).__name__}.set_extra_state() needs")
         try:
-            module.set_extra_state(from_bytes(saved[key], device))
+            module.set_extra_state(from_bytes(saved[key]))
         except Exception as error:  # as above
             reason = " ".join(str(error).split())[:160]
             raise CheckpointError(f"{source}: {key} cannot be loaded ({type(error).__name__}: {reason})") from None

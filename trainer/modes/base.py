@@ -144,13 +144,12 @@ class Strategy:
     def load_extra_state(self, saved: Mapping[str, StoredTensor]) -> None:
         """Continue with it. Raises CheckpointError."""
         if not self.recipe.traits.staged:
-            read = {name: kept.read() for name, kept in saved.items()}
-            load_extra_state(self.module, read, "the checkpoint", str(self.device))
+            load_extra_state(self.module, {name: kept.read() for name, kept in saved.items()}, "the checkpoint")
 
     def share_extra_state(self) -> None:
         """Rank 0's on every rank."""
         if self.world.size > 1 and (mine := self.extra_state()):
-            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0", str(self.device))
+            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0")
 
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""

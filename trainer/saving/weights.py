@@ -29,24 +29,23 @@ def as_bytes(value: Any) -> Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
 
 
-def from_bytes(data: Tensor, device: str = "cpu") -> Any:
-    """What `as_bytes` was given, of tensors and plain values; tensors of a GPU go to `device`.
+def from_bytes(data: Tensor) -> Any:
+    """What `as_bytes` was given, of tensors and plain values, on the CPU.
 
     Raises Exception for anything else, of which nothing is executed.
     """
     raw = data.numpy().tobytes()
-    return _plain(io.BytesIO(raw), len(raw), device)
+    return _plain(io.BytesIO(raw), len(raw))
 
 
-def _plain(file: Path | io.BytesIO, size: int, device: str = "cpu") -> Any:
+def _plain(file: Path | io.BytesIO, size: int) -> Any:
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
             if sum(entry.file_size for entry in whole.infolist()) > size:
                 raise ValueError("compressed")
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    place: Any = lambda storage, tag: storage if tag == "cpu" else storage.to(device=torch.device(device))  # noqa: E731
-    return torch.load(file, map_location=place if device != "cpu" else "cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def save_weights(

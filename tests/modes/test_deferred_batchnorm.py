@@ -314,6 +314,18 @@ def test_others_that_keep_statistics_are_refused():
     assert layers_of(nn.Sequential(none, Renormalised(3, track_running_stats=False))) == {}, "nothing to be off"
 
 
+def test_a_look_at_the_layers_leaves_no_trace_in_the_model():
+    class Counting(nn.BatchNorm2d):
+        count, last = 0, None
+
+        def forward(self, x):
+            self.count, self.last = self.count + 1, x
+            return super().forward(x)
+
+    (layer,) = layers_of(Counting(3))
+    assert layer.count == 0 and layer.last is None and layer.training
+
+
 def test_a_model_that_looks_at_values():
     class Looking(nn.Sequential):
         def forward(self, inputs):

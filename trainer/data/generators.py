@@ -6,13 +6,13 @@ import functools
 import random
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.models.undisturbed import WIDEST, is_generator, set_state, state_of
+from trainer.models.undisturbed import WIDEST, is_generator, restorer
 
 LEAVES = (str, bytes, int, float, type, types.ModuleType, torch.Tensor, np.ndarray)
 MOST = 10_000  # objects that are looked at
@@ -60,12 +60,10 @@ class Generators:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put their states back afterwards."""
-        before = [(each, state_of(each)) for each in self]
-        try:
+        with ExitStack() as stack:
+            for each in self:
+                stack.callback(restorer(each))
             yield
-        finally:
-            for each, state in before:
-                set_state(each, state)
 
 
 def _parts(value: Any) -> Any:

@@ -179,12 +179,11 @@ def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Modul
     def note(name: str) -> Callable[..., None]:
         return lambda layer, args, out: seen[name].append(out.numel() // (layer.num_features * len(inputs)))
 
-    flags = {part: part.training for part in model.modules()}
     hooks = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     try:
-        model.eval()
-        with torch.no_grad():
+        with undisturbed([model], inputs.device), torch.no_grad():
+            model.eval()
             try:  # only shapes matter
                 functional_call(model, {name: t.to("meta") for name, t in tensors.items()}, (inputs.to("meta"),))
             except (RuntimeError, NotImplementedError):  # it reads values
@@ -194,6 +193,4 @@ def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Modul
     finally:
         for hook in hooks:
             hook.remove()
-        for part, flag in flags.items():
-            part.training = flag
     return seen

@@ -38,7 +38,7 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: boo
             stack.callback(random.setstate, random.getstate())
             stack.callback(np.random.set_state, np.random.get_state())
             for value in objects.values():
-                stack.callback(_restorer(value))
+                stack.callback(restorer(value))
             yield
     finally:
         for part, training in flags.items():
@@ -102,25 +102,13 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
-def state_of(generator: Any) -> Any:
-    """A generator's state, for `set_state`."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Give a generator what `state_of` told."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
-
-
-def _restorer(value: Any) -> Callable[[], object]:
+def restorer(value: Any) -> Callable[[], object]:
     """What gives a changeable object its contents back: a generator, a list, a tensor that is no buffer, an array."""
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if is_generator(value):
-        return partial(set_state, value, state_of(value))
+        python = isinstance(value, random.Random)
+        return partial(value.setstate, value.getstate()) if python else partial(value.set_state, value.get_state())
     if type(value) in (list, deque, dict, set):
         before, fill = copy.copy(value), value.extend if isinstance(value, list | deque) else value.update
         return lambda: (value.clear(), fill(before))

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
+from trainer.devices import cuda_graphs
+from trainer.devices.cuda_graphs import StepRecorder
 from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import hold_statistics
 from trainer.models.extra_state import extra_state, load_extra_state
@@ -100,6 +102,8 @@ class Strategy:
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
+        # Whether passes exchange nothing, for they are recorded: `reduce_gradients` does it.
+        self.apart = self.recipe.graphs is True and cuda_graphs.possible(self.device)
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
@@ -179,6 +183,16 @@ class Strategy:
         loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
         return loss.detach() if self.divisor == 1 else loss.detach() / self.divisor
+
+    def record_pass(
+        self, recorder: StepRecorder, batch: Batch, weight: float, sync: bool
+    ) -> tuple[Callable[[], None], Tensor]:
+        """Record `forward_backward` of this batch, whose tensors stay where they are: what replays it, and its result.
+
+        Raises:
+            NotRecorded: it cannot be; nothing was computed.
+        """
+        return recorder.record(lambda: self.forward_backward(batch, weight, sync))
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Held over a forward pass of training."""

@@ -22,7 +22,7 @@ from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.norms import unlike, writes_statistics_only
 from trainer.models.undisturbed import undisturbed
-from trainer.modes.base import Communication, Strategy
+from trainer.modes.base import Communication, Strategy, by_type, in_a_row, put_back
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.versions import torch_has
@@ -74,6 +74,11 @@ class DistributedDataParallel(Strategy):
 
     def place(self, model: nn.Module) -> None:
         self._broadcasts = read_in_training(model)
+        if self.apart and self.world.size > 1 and (self._broadcasts or self.recipe.sync_bn):
+            raise RecipeError(
+                f"model.name={self.recipe.model.name}: ranks exchange buffers or statistics within a pass, which "
+                "cannot be recorded: set graphs=false"
+            )
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
         super().place(model)
@@ -81,6 +86,10 @@ class DistributedDataParallel(Strategy):
     def finish(self) -> None:
         super().finish()
         if self.world.size == 1:
+            return
+        if self.apart:
+            for tensors in by_type([*self._parameters, *self.named_buffers().values()]):  # as DDP does
+                put_back(self.world.broadcast_(in_a_row(tensors)), [tensor.detach() for tensor in tensors])
             return
         # Passes of a user's own code may change weights, and other parameters may be unused in each.
         own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
@@ -119,6 +128,23 @@ class DistributedDataParallel(Strategy):
         # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
         for _ in range(2):
             self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
+
+    def reduce_gradients(self) -> None:
+        """Where passes exchange nothing: all gradients of a type in one message, after them."""
+        if not self.apart or self.world.size == 1:
+            return
+        for gradients in by_type([p.grad for p in self._parameters if p.grad is not None]):
+            sizes = [gradient.numel() for gradient in gradients]
+            row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
+            pairs = zip(torch.split(row, sizes), gradients, strict=True)
+            # Of the same strides, or a copy would be made of each.
+            views = [part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in pairs]
+            torch._foreach_copy_(views, gradients)
+            if self.recipe.ddp.compress == "bf16":
+                row.copy_(self.world.sum_(row.bfloat16()))
+            else:
+                self.world.sum_(row)
+            torch._foreach_copy_(gradients, views)
 
     def _leaves_parameters_unused(self, looks: int) -> bool:
         """Whether one of so many passes does: then DDP looks for them in each, which takes time for each parameter.
@@ -168,7 +194,7 @@ class DistributedDataParallel(Strategy):
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
-        if self.wrapped is not None:
+        if self.wrapped is not None or self.apart:
             self.broadcast_buffers(averages)
             self.share_extra_state()
 
@@ -183,6 +209,8 @@ class DistributedDataParallel(Strategy):
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
         many bytes, of which some may be hidden."""
+        if self.apart and self.world.size > 1:
+            return self._exchanged(self.world.broadcast_object(budget))
         if self.wrapped is None:
             return Communication(0.0)
         each = 2 * step_seconds / self.recipe.accumulate

@@ -138,7 +138,7 @@ class Updater:
             if self.tolerated:
                 self._agree(loss, strategy)
             else:
-                self.bad = torch.maximum(self.bad, 1 - torch.isfinite(loss).float())
+                self.bad.copy_(torch.maximum(self.bad, 1 - torch.isfinite(loss).float()))  # in place: see `step_graphs`
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
             if not flags:  # a stage that is frozen
@@ -167,7 +167,7 @@ class Updater:
         self.nonfinite.copy_(torch.maximum(self.nonfinite, 1 - torch.isfinite(loss).float().to(self.nonfinite.device)))
         strategy.world.max_(self.nonfinite)
         self.skipped += self.nonfinite
-        self.bad = (self.skipped > self.tolerated).float()
+        self.bad.copy_(self.skipped > self.tolerated)
         self.nonfinite.copy_(torch.maximum(self.nonfinite, self.bad))
 
     def counted(self, loss: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class MovingAverage:
         decay = min(self.decay, (1 + step) / (10 + step))
         average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            average([self.average[n] for n in self._floats], [self.live[n].detach() for n in self._floats], step)
+            average([self.average[n] for n in self._floats], [self.live[n] for n in self._floats], step)
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages, with the live value of what cannot be averaged (counters)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,25 +59,35 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step on the gradients there are."""
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        lrs: dict[float, float | Tensor] = {}
         for group in self.muon_groups:
             (parameter,) = group["params"]
             if parameter.grad is None:
                 continue
             views = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
-            kind = (views[0].shape, parameter.dtype, parameter.device, group["lr"], group["weight_decay"])
+            # Groups of one share of the rate have the same rate, which may be a tensor.
+            kind = (views[0].shape, parameter.dtype, parameter.device, group["rate"], group["weight_decay"])
             alike.setdefault(kind, []).append(views)
-        for (*_, lr, decay), some in alike.items():
+            lrs[group["rate"]] = group["lr"]
+        for (*_, rate, decay), some in alike.items():
             matrices, buffers, gradients = (list(tensors) for tensors in zip(*some, strict=True))
-            self._update(matrices, buffers, gradients, lr, decay)
+            self._update(matrices, buffers, gradients, lrs[rate], decay)
         if self.adamw is not None:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
 
     def _update(
-        self, matrices: list[Tensor], buffers: list[Tensor], given: list[Tensor], lr: float, decay: float
+        self, matrices: list[Tensor], buffers: list[Tensor], given: list[Tensor], lr: float | Tensor, decay: float
     ) -> None:
         """A step of matrices of one shape: each operation once for all of them."""
-        gradients, keep = torch.stack(given), 1 - lr * decay
+        gradients, length = torch.stack(given), 0.2 * math.sqrt(max(matrices[0].shape))  # steps as long as AdamW's
+        keep: Any
+        rate: Any
+        if isinstance(lr, Tensor):  # as Python computes, in double precision
+            exact = lr.double()
+            keep, rate = (1 - exact * decay).float(), (length * exact).float()
+        else:
+            keep, rate = 1 - lr * decay, length * lr
         bad = None if self.found_inf is None else self.found_inf.to(gradients.device, non_blocking=True) > 0
         if bad is not None:  # a momentum drawn to itself, a factor of 1 and an update of 0 leave all as it is
             gradients = torch.where(bad, torch.stack(buffers), gradients)
@@ -86,8 +97,12 @@ class MuonAdamW(torch.optim.Optimizer):
         if bad is not None:
             update = torch.where(bad, 0.0, update)
         torch._foreach_mul_(matrices, keep if bad is None else torch.where(bad, 1.0, keep))
-        rate = 0.2 * math.sqrt(max(matrices[0].shape)) * lr  # steps as long as AdamW's
-        torch._foreach_add_(matrices, update.to(matrices[0].dtype).unbind(), alpha=-rate)
+        updates = update.to(matrices[0].dtype).unbind()
+        if not isinstance(rate, Tensor):
+            torch._foreach_add_(matrices, updates, alpha=-rate)
+            return
+        for matrix, step in zip(matrices, updates, strict=True):  # on a GPU the same number: one rounding
+            matrix.addcmul_(step, -rate)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -152,8 +167,8 @@ class LARS(torch.optim.Optimizer):
         velocities = [self.state[p]["velocity"] for p in weights]
         weight, gradient = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients))
         adapted = group["trust"] * weight / (gradient + decay * weight)
-        rates = lr * torch.where((weight == 0) | (gradient == 0), 1.0, adapted)
-        plain = torch.full((), lr, device=device)
+        plain = lr if isinstance(lr, Tensor) else torch.full((), lr, device=device)
+        rates = plain * torch.where((weight == 0) | (gradient == 0), 1.0, adapted)
         each = [rate if p.ndim > 1 else plain for p, rate in zip(weights, rates.unbind(), strict=True)]
         updates = list(torch._foreach_add(gradients, weights, alpha=decay))
         torch._foreach_mul_(updates, each)
@@ -167,6 +182,41 @@ class LARS(torch.optim.Optimizer):
         torch._foreach_copy_(updates, velocities)
         torch._foreach_mul_(updates, go)
         torch._foreach_add_(weights, updates, alpha=-1)
+
+
+class LearningRates:
+    """Of an optimizer's groups: each its share of one number, in float32.
+
+    As numbers of Python, or as tensors that are filled anew: a recorded step reads those where they are. Kernels
+    compute alike with both, as they would not with a number of more digits.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
+        """Tensors on the `device`, if one is given."""
+        self.groups = optimizer.param_groups
+        self.tensors: dict[float, Tensor] = {}
+        if device is None:
+            return
+        for group in self.groups:
+            group["lr"] = self.tensors.setdefault(group["rate"], torch.zeros((), device=device))
+        inner = getattr(optimizer, "adamw", optimizer)  # of MuonAdamW
+        for group in inner.param_groups if inner is not None else ():
+            if "capturable" in group:  # torch's Adam asks, although its fused step always is
+                group["capturable"] = True
+                inner._warned_capturable_if_run_uncaptured = True
+
+    def set(self, lr: float) -> None:
+        """Nothing waits: a number goes to a device with the kernel that fills."""
+        for rate, tensor in self.tensors.items():
+            tensor.fill_(in_float32(lr * rate))
+        if not self.tensors:
+            for group in self.groups:
+                group["lr"] = in_float32(lr * group["rate"])
+
+
+def in_float32(number: float) -> float:
+    """The nearest number that float32 has."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def parameter_groups(

@@ -39,6 +39,7 @@ OPTIONS = {
     "lars": ("optimizer.name", "lars"),
     "compress": ("ddp.compress", "bf16"),
     "on_nonfinite": ("on_nonfinite", "skip:1"),
+    "graphs": ("graphs", True),
 }  # each with a key and a value that turn it on
 
 

@@ -334,6 +334,9 @@ class Recipe(_Section):
     )
     channels_last: bool = key(True, "memory order of images and convolutions; usually faster")
     compile: bool = key(False, "torch.compile: minutes at the start, faster steps on a GPU")
+    graphs: bool | Literal["auto"] = key(
+        "auto", "record a step's kernels once and replay them, on a GPU; auto: if that is faster"
+    )
     ema: float | None = key(
         None, "decay of a moving average of the weights; lower in the first steps", 0.999, gt=0, lt=1
     )

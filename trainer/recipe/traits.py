@@ -61,6 +61,7 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
+NO_GRAPHS = "its step is not one row of kernels on one device; use mode=single, ddp or local_sgd"
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 
 TRAITS: dict[str, Traits] = {
@@ -77,6 +78,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,
+            "graphs": NO_GRAPHS,
         },
         also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
@@ -94,7 +96,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
-        refuses={"compress": DDP_GRADIENTS},
+        refuses={"compress": DDP_GRADIENTS, "graphs": NO_GRAPHS},
         also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
@@ -111,6 +113,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
+            "graphs": NO_GRAPHS,
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
@@ -122,6 +125,7 @@ TRAITS: dict[str, Traits] = {
             "muon": "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp",
             "lars": "it needs whole layers, but a rank has only some of their rows; use sgd, or mode=ddp",
             "compress": DDP_GRADIENTS,
+            "graphs": NO_GRAPHS,
         },
         also_called="fsdp2 fullysharded fullyshardeddataparallel sharded",
     ),
@@ -154,6 +158,7 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
+            "graphs": NO_GRAPHS,
             "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
         also_called="async asgd asyncsgd hogwild",

@@ -82,7 +82,7 @@ def loop(run: Run) -> None:
 
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
-    recipe, strategy, groups, history = run.recipe, run.strategy, run.optimizer.param_groups, run.history
+    recipe, strategy, steps, history = run.recipe, run.strategy, run.steps, run.history
     rate = learning_rate(recipe, run.steps_per_epoch, run.total_steps - run.shift)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
@@ -91,29 +91,27 @@ def train_epoch(run: Run, epoch: int) -> None:
     sync = RankSync(run)
     run.interrupts.beat()
     strategy.train()
+    steps.check()
     unlogged = run.unlogged
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - run.shift)
-        for group in groups:
-            group["lr"] = lr * group["rate"]
         waited, loss = 0.0, None
-        run.updater.begin(strategy)
+        steps.begin(lr)
         for micro in range(recipe.accumulate):
             run.timer.ask()
             batch = next(batches)
             waited += run.timer.arrive()
             if step == 1 and micro == 0:
                 presenting.first_batch(run, batch)
-            part = strategy.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)
+            part = steps.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)
             loss = part if loss is None else loss + part
         assert loss is not None
         strategy.reduce_gradients()
         run.timer.update()
-        norm = run.updater.step(loss, strategy, want_norm=log)
-        run.optimizer.zero_grad()
+        norm = steps.update(loss, want_norm=log)
         strategy.after_step(step)
         if run.average is not None:
             run.average.update(step)

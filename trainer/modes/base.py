@@ -102,8 +102,8 @@ class Strategy:
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
-        # Whether passes exchange nothing, for they are recorded: `reduce_gradients` does it.
-        self.apart = self.recipe.graphs is True and cuda_graphs.possible(self.device)
+        # Whether passes exchange nothing, because they are recorded: `reduce_gradients` does it.
+        self.apart = self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
@@ -140,6 +140,10 @@ class Strategy:
         """This rank's buffers that belong in a checkpoint, under the plain model's names."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def modules(self) -> list[nn.Module]:
+        """The model as it computes on this rank, or its stages here."""
+        return [self.module]
 
     def extra_state(self) -> dict[str, Tensor]:
         """State of modules that is no tensor, as `models.extra_state` gives it; the same on all ranks once settled."""

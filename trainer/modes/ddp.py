@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +74,10 @@ class DistributedDataParallel(Strategy):
 
     def place(self, model: nn.Module) -> None:
         self._broadcasts = read_in_training(model)
-        if self.apart and self.world.size > 1 and (self._broadcasts or self.recipe.sync_bn):
+        if self.apart and self._broadcasts:
             raise RecipeError(
-                f"model.name={self.recipe.model.name}: ranks exchange buffers or statistics within a pass, which "
-                "cannot be recorded: set graphs=false"
+                f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks exchange them within "
+                "it, which cannot be recorded: set graphs=false"
             )
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
@@ -87,19 +87,21 @@ class DistributedDataParallel(Strategy):
         super().finish()
         if self.world.size == 1:
             return
-        if self.apart:
-            for tensors in by_type([*self._parameters, *self.named_buffers().values()]):  # as DDP does
-                put_back(self.world.broadcast_(in_a_row(tensors)), [tensor.detach() for tensor in tensors])
-            return
         # Passes of a user's own code may change weights, and other parameters may be unused in each.
         own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
         with lost_peers(), undisturbed([self.module], self.device, weights=own):
             looks = LOOKS if own else 1
             unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused(looks)))))
+            if self.apart and unused:
+                raise RecipeError(
+                    f"model.name={self.recipe.model.name} leaves parameters unused, of which ranks have to tell each "
+                    "other within a pass, which cannot be recorded: set graphs=false"
+                )
             if unused:
                 warn_of_none_unused()
             try:
-                self._replicate(find_unused_parameters=unused)
+                if not self.apart:
+                    self._replicate(find_unused_parameters=unused)
             except RuntimeError as error:  # looked for, parameters inside of a reentrant checkpoint seem unused
                 if not unused or "ready only once" not in str(error):
                     raise
@@ -110,6 +112,9 @@ class DistributedDataParallel(Strategy):
                     ) from None
                 self._replicate(static_graph=True)
         self.module.zero_grad()
+        if self.apart:  # rank 0's weights on every rank, as DDP does it
+            for tensors in by_type([*self._parameters, *self.named_buffers().values()]):
+                put_back(self.world.broadcast_(in_a_row(tensors)), [tensor.detach() for tensor in tensors])
 
     def _replicate(self, **graph: bool) -> None:
         """Put DDP around the module."""
@@ -131,9 +136,16 @@ class DistributedDataParallel(Strategy):
 
     def reduce_gradients(self) -> None:
         """Where passes exchange nothing: all gradients of a type in one message, after them."""
-        if not self.apart or self.world.size == 1:
+        if not self.apart:
             return
-        for gradients in by_type([p.grad for p in self._parameters if p.grad is not None]):
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if any(parameter.grad is None for parameter in trained):
+            raise self._left_out()
+        with lost_peers():
+            self._sum([parameter.grad for parameter in trained if parameter.grad is not None])
+
+    def _sum(self, trained: Sequence[Tensor]) -> None:
+        for gradients in by_type(trained):
             sizes = [gradient.numel() for gradient in gradients]
             row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
             pairs = zip(torch.split(row, sizes), gradients, strict=True)
@@ -187,10 +199,13 @@ class DistributedDataParallel(Strategy):
         try:
             self.wrapped._check_reducer_finalized()  # type: ignore[union-attr]
         except RuntimeError:
-            raise RecipeError(
-                f"model.name={self.recipe.model.name} left parameters out of this pass, and ddp, which saw it use all "
-                "of them at the start, cannot average the others any more; no weight was changed: use mode=single"
-            ) from None
+            raise self._left_out() from None
+
+    def _left_out(self) -> RecipeError:
+        return RecipeError(
+            f"model.name={self.recipe.model.name} left parameters out of this pass, and ddp, which saw it use all "
+            "of them at the start, cannot average the others any more; no weight was changed: use mode=single"
+        )
 
     def settle(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
@@ -209,8 +224,8 @@ class DistributedDataParallel(Strategy):
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
         many bytes, of which some may be hidden."""
-        if self.apart and self.world.size > 1:
-            return self._exchanged(self.world.broadcast_object(budget))
+        if self.apart:
+            return self._exchanged(self.world.broadcast_object(budget))._replace(at_most=False)  # nothing hides it
         if self.wrapped is None:
             return Communication(0.0)
         each = 2 * step_seconds / self.recipe.accumulate

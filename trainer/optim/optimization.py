@@ -86,7 +86,7 @@ class Updater:
         self.bad = torch.zeros((), device=device) if self.tolerated else self.nonfinite
         self.skipped = torch.zeros((), device=device)  # how many steps were, where some are tolerated
         self._buffers: list[list[Tensor]] = []  # by their device and type
-        self._before: list[Tensor] = []  # their values before this step, in a row
+        self.kept: list[Tensor] = []  # their values before this step, in a row
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # A split model has parameters on several devices: a flag each, and `nonfinite` is their maximum. A scale of 1.
         self.parts = [
@@ -107,7 +107,7 @@ class Updater:
             return
         if not self._buffers:
             self._buffers = by_type(strategy.named_buffers().values())
-        self._before = [in_a_row(group) for group in self._buffers]
+        self.kept = [in_a_row(group) for group in self._buffers]
 
     def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
         """One optimizer step on the gradients there are.
@@ -158,7 +158,7 @@ class Updater:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        for group, before in zip(self._buffers, self._before, strict=True):
+        for group, before in zip(self._buffers, self.kept, strict=True):
             put_back(torch.where(self.nonfinite.to(before.device) > 0, before, in_a_row(group)), group)
         return norm
 

@@ -111,6 +111,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         raise RecipeError(
             "fsdp.offload=true moves shards, but one process has none: type nproc=2, or fsdp.offload=false"
         )
+    if recipe.graphs is True and (reason := launched_because(recipe, processes)) is not None:
+        raise RecipeError(f"graphs=true cannot be here: {reason}")
     count = shards(recipe, processes)
     if not divides(recipe, count):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
@@ -150,6 +152,23 @@ def check_options(recipe: Recipe) -> None:
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients of inputs and weights "
             "apart, and a compiled backward pass is one piece: use pipeline.schedule=1f1b or interleaved1f1b"
         )
+
+
+def launched_because(recipe: Recipe, processes: int) -> str | None:
+    """Why a step's kernels are launched one by one, and not recorded, whatever the device; None where they may be."""
+    if recipe.graphs is False:
+        return "graphs=false says so"
+    if "graphs" in recipe.traits.refuses:
+        return recipe.traits.refuses["graphs"]
+    if recipe.optimizer.name == "lars":
+        return "lars reads its learning rate on the host; use optimizer.name=sgd, or graphs=false"
+    if processes > 1 and recipe.tolerated:
+        return "ranks agree on the steps to skip within the optimizer's part; use on_nonfinite=stop, or graphs=false"
+    if processes > 1 and recipe.sync_bn:
+        return "ranks exchange statistics within a pass; use sync_bn=false, or graphs=false"
+    if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":
+        return "gradients are exchanged while the backward pass still runs; graphs=true exchanges them after it"
+    return None
 
 
 def refused_schedules() -> tuple[str, ...]:

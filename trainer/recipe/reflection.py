@@ -27,7 +27,7 @@ READERS = {
 # What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
 FREE_ON_RESUME = {
     "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
-    "stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.check", "data.download",
+    "graphs", "stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.check", "data.download",
     "data.cache_dir",
 }  # fmt: skip
 

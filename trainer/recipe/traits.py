@@ -61,7 +61,7 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
-NO_GRAPHS = "its step is not one row of kernels on one device; use mode=single, ddp or local_sgd"
+NO_GRAPHS = "its step is not one row of kernels on one device; use mode=single, ddp or local_sgd, or graphs=auto"
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 
 TRAITS: dict[str, Traits] = {

@@ -81,6 +81,7 @@ class StepTimer:
         self._events: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
         self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
+        self._resumed: dict[int, torch.cuda.Event] = {}  # where a step begins, if not at the end of the one before
         self._mark = self._asked = 0.0
         # Of each step its end's time, the seconds it waited for data, and those of its optimizer's part.
         self._pending: list[tuple[float, float, float]] = []
@@ -92,8 +93,20 @@ class StepTimer:
         if self.cuda:
             self._marks.clear()
             self._gaps.clear()
+            self._resumed.clear()
             self._events = [record_event()]
         self._begun = time.perf_counter()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens in this block, between two steps and with the devices idle before and after it, is no step's."""
+        begun = time.perf_counter()
+        yield
+        if self.cuda:
+            self._resumed[len(self._pending)] = record_event()
+        seconds = time.perf_counter() - begun
+        self._begun += seconds
+        self._pending = [(end + seconds, waited, update) for end, waited, update in self._pending]
 
     def update(self) -> None:
         """What the step does from here on is the optimizer's part."""
@@ -106,7 +119,8 @@ class StepTimer:
         """A micro-batch is asked for: what the device has been given so far is all it does until it comes."""
         if self.cuda:
             first = not self._gaps or self._gaps[-1][0] < len(self._pending)
-            self._before = self._events[-1] if first else record_event()
+            latest = self._resumed.get(len(self._pending), self._events[-1])
+            self._before = latest if first else record_event()
         self._asked = time.perf_counter()
 
     def arrive(self) -> float:
@@ -130,7 +144,8 @@ class StepTimer:
             return 0, 0.0, 0.0
         if self.cuda:
             synchronise(self.devices)
-            durations = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
+            begins = [self._resumed.get(n, event) for n, event in enumerate(self._events[:-1])]
+            durations = [a.elapsed_time(b) / 1e3 for a, b in zip(begins, self._events[1:], strict=True)]
         else:
             ends = [self._begun, *(end for end, _, _ in self._pending)]
             durations = [b - a for a, b in pairwise(ends)]

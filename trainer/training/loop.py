@@ -17,7 +17,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
-from trainer.saving.journal import COMPLETED, STEPS
+from trainer.saving.journal import COMPLETED, START, STEPS
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
 from trainer.training import diagnosis, noticing, presenting, reporting, snapshots, stopping
@@ -99,6 +99,9 @@ def train_epoch(run: Run, epoch: int) -> None:
         log = step % every == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - run.shift)
         waited, loss = 0.0, None
+        if steps.due:
+            with run.ledger.span(f"{START}recording"), run.timer.pause():
+                steps.record()
         steps.begin(lr)
         for micro in range(recipe.accumulate):
             run.timer.ask()

@@ -3,17 +3,18 @@
 Recorded are what has hundreds of kernels: a micro-batch's forward and backward pass (the first of a step, and one that
 adds to its gradients, where there are several), and the optimizer's part, from the finite check to the new weights.
 What changes with the step's number stays outside, or is a tensor: inputs, learning rate, moving average. So do
-communication, timers and everything that ranks agree on. The first steps are computed as ever: they choose kernels,
-compile, and take memory. Recording computes nothing; the step that records goes on with the first replay.
+communication, timers and everything that ranks agree on. The first steps are launched: they choose kernels, compile,
+and take memory. Recording computes nothing; what was recorded then does the last launched step again, from where that
+began (`step_evidence`), and only a step that ends where that ended is replayed from there on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,34 +22,58 @@ from torch import Tensor
 from trainer.data import Batch
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
+from trainer.errors import is_out_of_memory
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe import Recipe
+from trainer.recipe.checks import launched_because
+from trainer.telemetry.device_memory import free_memory
+from trainer.training.step_evidence import (
+    Evidence,
+    LaunchedPass,
+    Trial,
+    changed_on_the_host,
+    copies,
+    difference,
+    host_state,
+    live_state,
+    random_states,
+    set_random_states,
+    shape_of,
+)
 
 Made = TypeVar("Made")
 WARM = 4  # steps of a process before the first that is recorded
 TIMED = 12  # steps of each kind that graphs=auto compares
 FASTER = 1.03  # times that replayed ones have to be, for the memory that they take
-VARIANTS = 4  # of a step, as micro-batches of unequal size need them
+TRIES = 8  # steps that may be of other shapes than the one before, until one is recorded
+COPIES = 3  # of the state, and as many of the gradients, that the comparison needs for a moment
 
 
 @dataclass
 class RecordedPass:
-    """A recorded forward and backward pass."""
+    """A forward and backward pass, its memory, and what replays it."""
 
     inputs: Tensor
     targets: Tensor
+    weight: float
     loss: Tensor
     replay: Callable[[], None]
 
 
 @dataclass
-class RecordedUpdate:
-    """The recorded optimizer's part, and the gradient's norm where it has one."""
+class Recording:
+    """A step."""
 
-    norm: Tensor | None
-    replay: Callable[[], None]
+    passes: dict[tuple[bool, object], RecordedPass] = field(default_factory=dict)  # by whether the first, and shape
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the optimizer's parameters: replays write there
+    loss: Tensor | None = None  # that the optimizer's part looks at
+    norm: Tensor | None = None  # of the gradient, where it is clipped
+    begin: Callable[[], None] | None = None  # keeps buffers for a step that may be skipped
+    kept: list[Tensor] = field(default_factory=list)  # there
+    update: Callable[[], None] | None = None  # None: launched
+    addresses: dict[str, int] = field(default_factory=dict)  # of all that is neither input nor its own
 
 
 class Steps:
@@ -62,178 +87,280 @@ class Steps:
         optimizer: torch.optim.Optimizer,
         say: Callable[[str], None],
     ) -> None:
-        self.strategy, self.updater, self.optimizer, self._say = strategy, updater, optimizer, say
+        self.recipe, self.strategy, self.updater = recipe, strategy, updater
+        self.optimizer, self._say = optimizer, say
+        possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
+        self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
+        # Of a model on several devices the optimizer's part is launched: a graph is one device's.
+        self._one_device = len(set(strategy.world.drives)) == 1
+        self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
         self.auto = recipe.graphs == "auto"
-        self.recorder: StepRecorder | None = self._recorder(recipe)
-        self.rates = LearningRates(optimizer, strategy.home if self.recorder else None)
         self.warm = WARM + TIMED * self.auto
-        self._seen = self._micro = 0
-        self._loss = torch.zeros((), device=strategy.device)  # that the optimizer's part looks at
-        self._passes: dict[Hashable, RecordedPass] = {}
-        self._updates: dict[Hashable, RecordedUpdate] = {}
-        self._gradients: dict[Hashable, list[Tensor | None]] = {}
-        self._home: Hashable = None  # the first pass of this step, whose gradients all others use
-        self._addresses: list[int] = []
-        self._moments: list[Any] = []
-
-    def _recorder(self, recipe: Recipe) -> StepRecorder | None:
-        """None where steps are not to be recorded."""
-        world, refused = self.strategy.world, "graphs" in recipe.traits.refuses
-        several = world.size > 1 and (recipe.tolerated or (self.auto and recipe.traits.exchanges == "gradients"))
-        no = recipe.graphs is False or refused or several or not cuda_graphs.possible(self.strategy.device)
-        return None if no else cuda_graphs.recorder(self.strategy.device)
+        self._seen = self._micro = self._tries = 0
+        self._shapes: list[tuple[object, ...]] = []  # of this step's micro-batches so far
+        self._usual: list[tuple[object, ...]] = []  # of those of the step before
+        self._evidence: Evidence | None = None  # of this step, or the one before
+        self.recording: Recording | None = None
+        self._replays = False  # in this step, from its first pass on
+        self._moments: tuple[list[Any], list[Any]] = [], []  # ends of launched and of replayed steps
 
     # The loop's calls, in this order.
 
     def check(self) -> None:
         """Between epochs, evaluations and saves: what was recorded is for tensors that are where they were."""
-        if self._passes and self._where() != self._addresses:
+        if self.recording is not None and self._where() != self.recording.addresses:
             self._say("  graphs: weights or optimizer have moved in memory; the step is recorded anew")
             self._forget()
 
+    @property
+    def due(self) -> bool:
+        """Whether the step before is to be recorded now."""
+        return self._evidence is not None and self._evidence.usual
+
+    def record(self) -> None:
+        """Record the step before, which counts, and nothing of this one."""
+        evidence, self._evidence = self._evidence, None
+        assert evidence is not None
+        self._attempt(lambda: self._record(evidence))
+
     def begin(self, lr: float) -> None:
+        """A step begins, at this learning rate."""
         self.rates.set(lr)
-        self._micro = 0
+        self._usual, self._shapes, self._replays, self._evidence = self._shapes, [], False, None
+        if self.recorder is None or self.recording is not None or self._seen < self.warm - 1:
+            return
+        if self._tries < TRIES:
+            self._tries += 1
+            self._attempt(lambda: self._watch(lr))
+        else:
+            self._give_up("each step has micro-batches of another shape")
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool) -> Tensor:
         """As the strategy's; the result is the caller's own."""
-        first, self._micro = self._micro == 0, self._micro + 1
-        if self.recording:
-            try:
-                return self._replayed_pass(batch, weight, sync, first)
-            except NotRecorded as reason:
-                self._give_up(f"it cannot be recorded: {reason}")
-        return self._ready(lambda: self._pass(batch, weight, sync, first))
+        micro, self._micro = self._micro, self._micro + 1
+        if self.recorder is None:
+            if micro == 0:
+                self.updater.begin(self.strategy)
+            return self.strategy.forward_backward(batch, weight, sync)
+        self._shapes.append(shape_of(batch))
+        recorded = self._recorded(micro, batch, weight)
+        if recorded is not None:
+            self._replays = True
+            return self._replay(recorded, batch, micro)
+        if micro == 0:
+            if self.recording is not None:  # its gradients stay as they are
+                self.optimizer.zero_grad()
+            if self.updater.tolerated:
+                self._launch(lambda: self.updater.begin(self.strategy))
+        if self._evidence is None:
+            return self._launch(lambda: self.strategy.forward_backward(batch, weight, sync))
+        return self._watched(self._evidence, batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Reduced gradients to new weights; the gradient's norm before clipping, where it is clipped or wanted."""
         self._seen += 1
-        if self.recording_now:
-            try:
-                norm = self._replayed_update(loss, want_norm)
-                self._note()
-                return norm
-            except NotRecorded as reason:
-                self._give_up(f"it cannot be recorded: {reason}")
-        norm = self._ready(lambda: self.updater.step(loss, self.strategy, want_norm))
-        self.optimizer.zero_grad()
+        recording = self.recording
+        if self._replays and recording is not None and recording.update is not None:
+            norm = self._replayed_update(recording, loss)
+            if norm is None and want_norm:  # gradients are as the optimizer has found them, up to the next step
+                norm = self.strategy.grad_norm()
+        else:
+            norm = self._launched_update(loss, want_norm)
+        if not self._replays:
+            self.optimizer.zero_grad()
+        self._micro = 0
         self._note()
         return norm
 
-    # How.
-
     @property
-    def recording(self) -> bool:
-        return self.recorder is not None and self._seen >= self.warm
+    def way(self) -> Literal["launched", "replayed"] | None:
+        """How steps are computed by now; None on a device that has no graphs."""
+        if not cuda_graphs.possible(self.strategy.device):
+            return None
+        return "launched" if self.recording is None else "replayed"
 
-    @property
-    def recording_now(self) -> bool:
-        """In the step that has just been counted."""
-        return self.recorder is not None and self._home is not None
+    # Launched steps.
 
-    def _ready(self, work: Callable[[], Made]) -> Made:
-        """Computed at once; before a recording, where it will be made, and the last time watched for waits."""
+    def _launch(self, work: Callable[[], Made]) -> Made:
+        """Computed at once; before a recording, where it will be made."""
         if self.recorder is None:
             return work()
         with self.recorder.aside():
-            if self._seen < self.warm - 1:
-                return work()
-            with self.recorder.rehearsal() as waits:
-                made = work()
+            return work()
+
+    def _watch(self, lr: float) -> None:
+        """This step, which is launched, leaves its evidence."""
+        state = live_state(self.strategy, self.updater)
+        gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
+        need = COPIES * (gradients + sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
+        if need > (free := min(map(free_memory, self.strategy.world.drives))):
+            wanted, there = need / 2**30, free / 2**30
+            raise NotRecorded(f"the comparison with a replay needs {wanted:.2f} GiB, and {there:.2f} GiB are free")
+        self._evidence = Evidence(lr, {name: tensor.detach().clone() for name, tensor in state.items()})
+
+    def _watched(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
+        """Launched, with an eye on what a replay would not do."""
+        assert self.recorder is not None
+        drives, before = self.strategy.world.drives, host_state(self.strategy)
+        drawn = random_states(drives)
+        with self.recorder.aside(), self.recorder.rehearsal() as waits:
+            loss = self.strategy.forward_backward(batch, weight, sync)
+        launched = LaunchedPass(batch, weight, sync, (drawn, random_states(drives)), loss)
+        evidence.passes.append(launched)
+        if sync:
+            evidence.usual = self._shapes == self._usual
+            evidence.gradients = copies([p.grad for p in self.updater.parameters])
+        changed = changed_on_the_host(before, host_state(self.strategy))
         if waits:
-            self._give_up(f"it waits for the device, in {waits[0]}")
-        return made
+            self._give_up(f"the model waits for the device, in {waits[0]}")
+        elif changed is not None:
+            self._give_up(f"the model decides on the host: each pass changes its {changed}")
+        return loss
 
-    def _pass(self, batch: Batch, weight: float, sync: bool, first: bool) -> Tensor:
-        if first:
-            self.updater.begin(self.strategy)
-        return self.strategy.forward_backward(batch, weight, sync)
+    def _launched_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
+        evidence, recorder = self._evidence, self.recorder
+        if evidence is None or recorder is None:
+            return self._launch(lambda: self.updater.step(loss, self.strategy, want_norm))
+        evidence.reduced = evidence.gradients
+        if self.strategy.apart and self.strategy.world.size > 1:
+            evidence.reduced = copies([p.grad for p in self.updater.parameters])
+        with recorder.aside(), recorder.rehearsal() as waits:
+            norm = self.updater.step(loss, self.strategy, want_norm)
+        if waits and self._one_device:
+            self._give_up(f"the optimizer waits for the device, in {waits[0]}")
+        return norm
 
-    def _replayed_pass(self, batch: Batch, weight: float, sync: bool, first: bool) -> Tensor:
-        own = tuple((part.shape, part.stride(), part.dtype) for part in (batch.inputs, batch.targets))
-        key = own if first else (self._home, own)
-        if key not in self._passes:
-            self._record_pass(key, batch, weight, sync, first)
-        if first and key != self._home:
-            self._home = key
-            for parameter, gradient in zip(self.updater.parameters, self._gradients[key], strict=True):
-                parameter.grad = gradient
-        kept = self._passes[key]
-        kept.inputs.copy_(batch.inputs, non_blocking=True)
-        kept.targets.copy_(batch.targets, non_blocking=True)
-        with self.strategy.watched_forward():
-            kept.replay()
-        return kept.loss.clone()  # the next replay writes there
+    # Recorded steps.
 
-    def _record_pass(self, key: Hashable, batch: Batch, weight: float, sync: bool, first: bool) -> None:
-        assert self.recorder is not None
-        if len(self._passes) >= VARIANTS:
-            raise NotRecorded("micro-batches have too many shapes")
-        inputs, targets = batch.inputs.clone(), batch.targets.clone()  # of the same strides
-        if first:
-            self.optimizer.zero_grad()  # this pass makes gradients of its own, whose memory stays
-            self._home = None
+    def _record(self, evidence: Evidence) -> None:
+        """Record a step as the one before, and have it do that once more.
+
+        It is recorded at another learning rate and on other images, so that what remembers these is found.
+        """
+        drives = self.strategy.world.drives
+        drawn = random_states(drives)
         watch, self.strategy.forward_watch = self.strategy.forward_watch, None  # events of a recording tell no time
-        held = [(part, dict(part._buffers)) for part in self.strategy.module.modules()]
         try:
-            replay, loss = self.recorder.record(
-                lambda: self._pass(Batch(inputs, targets, batch.count), weight, sync, first)
-            )
-            for part, buffers in held:
-                if any(part._buffers.get(name) is not buffer for name, buffer in buffers.items()):
-                    raise NotRecorded(f"{type(part).__name__} replaces a buffer by another, which a replay would not")
-        except NotRecorded:
-            for part, buffers in held:
-                part._buffers.update(buffers)
-            if first:
-                self.optimizer.zero_grad()
-            raise
+            self._record_step(evidence)
+            state = live_state(self.strategy, self.updater)
+            found = difference(evidence, state, self.recipe.precision, lambda: self._again(evidence))
+            if found is not None:
+                raise NotRecorded(f"a replay is another step: the {found}")
         finally:
+            set_random_states(drives, drawn)
             self.strategy.forward_watch = watch
-        self._passes[key] = RecordedPass(inputs, targets, loss, replay)
-        if first:
-            self._gradients[key] = [parameter.grad for parameter in self.updater.parameters]
-        self._addresses = self._where()
 
-    def _replayed_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
+    def _record_step(self, evidence: Evidence) -> None:
         assert self.recorder is not None
-        if self._home not in self._updates:
-            replay, norm = self.recorder.record(lambda: self.updater.step(self._loss, self.strategy, False))
-            self._updates[self._home] = RecordedUpdate(norm, replay)
-        kept = self._updates[self._home]
-        self._loss.copy_(loss)
-        kept.replay()
-        if not want_norm:
-            return None
-        # Gradients are as the optimizer has found them, up to the next step.
-        return self.strategy.grad_norm() if kept.norm is None else kept.norm.clone()
+        recording = Recording()
+        self.rates.set(evidence.lr / 2)
+        if self.updater.tolerated and self._one_device:
+            recording.begin, _ = self.recorder.record(lambda: self.updater.begin(self.strategy))
+            recording.kept = self.updater.kept
+        for micro, launched in enumerate(evidence.passes):
+            key = micro == 0, shape_of(launched.batch)
+            if key not in recording.passes:
+                recording.passes[key] = self._record_pass(launched)
+            if micro == 0:  # it has made gradients of its own, whose memory stays
+                recording.gradients = [parameter.grad for parameter in self.updater.parameters]
+        if self._one_device:
+            recording.loss = torch.zeros_like(evidence.passes[0].loss)
+            update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))  # type: ignore[arg-type]
+            recording.update, recording.norm = update
+        self.recording, recording.addresses = recording, self._where()
 
-    def _where(self) -> list[int]:
-        """Addresses of all that a recorded step reads and changes beside its own memory."""
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
-        tensors = [*self.updater.parameters, *self.strategy.named_buffers().values(), *state]
-        own = [self.updater.nonfinite, self.updater.bad, *self.updater.state().values(), *self.rates.tensors.values()]
-        return [tensor.data_ptr() for tensor in (*tensors, *own) if isinstance(tensor, Tensor)]
+    def _record_pass(self, launched: LaunchedPass) -> RecordedPass:
+        assert self.recorder is not None
+        batch = launched.batch
+        inputs, targets = torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets)
+        before = host_state(self.strategy)
+        batch = Batch(inputs, targets, batch.count)
+        replay, loss = self.strategy.record_pass(self.recorder, batch, launched.weight, launched.sync)
+        if (changed := changed_on_the_host(before, host_state(self.strategy))) is not None:
+            raise NotRecorded(f"the model decides on the host: each pass changes its {changed}")
+        return RecordedPass(inputs, targets, launched.weight, loss, replay)
+
+    def _recorded(self, micro: int, batch: Batch, weight: float) -> RecordedPass | None:
+        """The recorded pass for this one, if it can be replayed after what this step has done so far."""
+        recording = self.recording
+        if recording is None or (micro > 0 and not self._replays):
+            return None
+        found = recording.passes.get((micro == 0, shape_of(batch)))
+        return found if found is not None and found.weight == weight else None
+
+    def _replay(self, recorded: RecordedPass, batch: Batch, micro: int) -> Tensor:
+        recording = self.recording
+        assert recording is not None
+        if micro == 0:
+            for parameter, gradient in zip(self.updater.parameters, recording.gradients, strict=True):
+                parameter.grad = gradient
+            if recording.begin is not None:
+                recording.begin()
+            elif self.updater.tolerated:
+                self.updater.begin(self.strategy)
+        recorded.inputs.copy_(batch.inputs, non_blocking=True)
+        recorded.targets.copy_(batch.targets, non_blocking=True)
+        with self.strategy.watched_forward():
+            recorded.replay()
+        return recorded.loss.clone()  # the next replay writes there
+
+    def _replayed_update(self, recording: Recording, loss: Tensor) -> Tensor | None:
+        assert recording.update is not None and recording.loss is not None
+        recording.loss.copy_(loss)
+        recording.update()
+        return None if recording.norm is None else recording.norm.clone()
+
+    def _again(self, evidence: Evidence) -> Trial:
+        """The step of the evidence by replays, on its own micro-batches and random numbers."""
+        recording, drives, losses = self.recording, self.strategy.world.drives, list[Tensor]()
+        assert recording is not None
+        self.rates.set(evidence.lr)
+        for micro, launched in enumerate(evidence.passes):
+            set_random_states(drives, launched.random[0])
+            recorded = recording.passes[micro == 0, shape_of(launched.batch)]
+            losses.append(self._replay(recorded, launched.batch, micro))
+            if not all(map(torch.equal, random_states(drives), launched.random[1])):
+                raise NotRecorded("a replay draws another number of random numbers")
+        gradients = copies(recording.gradients)
+        for gradient, reduced in zip(recording.gradients, evidence.reduced, strict=True):
+            if gradient is not None and reduced is not None:
+                gradient.copy_(reduced)
+        total = torch.stack(losses).sum()
+        if recording.update is not None:
+            self._replayed_update(recording, total)
+        else:
+            self.updater.step(total, self.strategy, False)
+        return Trial(losses, gradients, live_state(self.strategy, self.updater))
+
+    # The choice.
 
     def _note(self) -> None:
         """Where graphs=auto: go on in the faster way, once both have been timed."""
-        if not self.auto or self.recorder is None:
+        if not self.auto or self.recorder is None or self._seen < WARM:
             return
-        self._moments.append(self.recorder.now())
-        eager, replayed = self._moments[WARM - 1 : self.warm], self._moments[self.warm + 1 :]
-        if len(replayed) <= TIMED:
+        moments = self._moments[self._replays]
+        moments.append(self.recorder.now())
+        if not self._replays or len(moments) <= TIMED + 1:
             return
-        launched, played = (
-            median(cuda_graphs.seconds_between(a, b) for a, b in pairwise(part))
-            for part in (eager, replayed)
+        launched, replayed = (
+            median(cuda_graphs.seconds_between(a, b) for a, b in pairwise(part[-TIMED - 1 :])) for part in self._moments
         )
-        self._moments.clear()
+        self._moments = [], []
         self.auto = False
-        if launched < FASTER * played:
-            self.optimizer.zero_grad()
-            self._give_up(f"a replayed step takes {1e3 * played:.3g} ms, launched ones {1e3 * launched:.3g} ms")
+        if launched < FASTER * replayed:
+            self._give_up(f"a replayed step takes {1e3 * replayed:.3g} ms, a launched one {1e3 * launched:.3g} ms")
         else:
-            self._say(f"  graphs: a replayed step takes {1e3 * played:.3g} ms in place of {1e3 * launched:.3g} ms")
+            self._say(f"  graphs: a replayed step takes {1e3 * replayed:.3g} ms in place of {1e3 * launched:.3g} ms")
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except NotRecorded as reason:
+            self._give_up(str(reason))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up("memory does not suffice to record it")
 
     def _give_up(self, reason: str) -> None:
         """From here on Python launches every kernel, in the middle of a step too: its gradients are where they were."""
@@ -244,7 +371,13 @@ class Steps:
         self.recorder = None
 
     def _forget(self) -> None:
-        self._passes.clear()
-        self._updates.clear()
-        self._gradients.clear()
-        self._home = None
+        self.recording = self._evidence = None
+        self._tries = 0
+        if self._micro == 0:  # between two steps
+            self.optimizer.zero_grad()
+
+    def _where(self) -> dict[str, int]:
+        """Addresses of all that a recorded step reads and changes beside its own memory."""
+        state = live_state(self.strategy, self.updater)
+        rates = {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
+        return {name: tensor.data_ptr() for name, tensor in (state | rates).items()}

@@ -255,6 +255,9 @@ class Staged(Strategy):
         for deferred in self.deferred.values():
             deferred.commit()
 
+    def modules(self) -> list[nn.Module]:
+        return list(self.stages.values())
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         parts = (stage.named_parameters(remove_duplicate=False) for stage in self.stages.values())  # as tied ones have
         here = {name: p for part in parts for name, p in part}

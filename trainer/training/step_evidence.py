@@ -1,0 +1,169 @@
+"""Proof that a replayed step is the launched one: the same step done again, from where it began, on what it was given.
+
+The last launched step before a recording leaves its evidence: what it began with, its micro-batches, its gradients.
+Replayed, it has to leave the weights, buffers, optimizer's state, losses and random numbers that it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data import Batch
+from trainer.models.equivalence import TOLERANCE, distance, plain_attributes
+from trainer.models.undisturbed import attributes, generators, is_generator, is_plain
+from trainer.modes.base import Strategy
+from trainer.optim.optimization import Updater
+
+NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
+ULP = 2.0**-22  # of a weight's norm: what rounding may hide of its change
+
+
+def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
+    """All that a step reads and changes beside gradients and its own memory, by names for messages."""
+    found: dict[str, Tensor] = {f"weight {name}": p.data for name, p in strategy.named_parameters().items()}
+    for number, module in enumerate(strategy.modules()):
+        found |= {f"buffer {name} ({number})": buffer for name, buffer in module.named_buffers()}
+        held = ((f"{name} ({number})", value) for name, value in attributes(module))
+        found |= {name: value for name, value in held if isinstance(value, Tensor) and is_plain(value)}
+    for number, values in enumerate(updater.optimizer.state.values()):
+        found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
+    flags = {"nonfinite": updater.nonfinite, "bad": updater.bad, "skipped": updater.skipped, **updater.state()}
+    return found | {f"flag {name}": flag for name, flag in flags.items()}
+
+
+def host_state(strategy: Strategy) -> dict[str, object]:
+    """What a pass may change on the host, where a replay changes nothing: generators, and what modules hold."""
+    on_device = {device.type for device in strategy.world.drives}
+    found = generators()
+    if "cpu" in on_device:
+        del found["random state of torch"]  # of the device: a replay draws from it
+    for number, module in enumerate(strategy.modules()):
+        found |= {f"{name} ({number})": value for name, value in plain_attributes(module).items()}
+        named = chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module))
+        for name, value in named:
+            if isinstance(value, Tensor):  # one that is assigned anew is not the one that a recording reads
+                there = value.device.type in on_device
+                found[f"{name} ({number})"] = (id(value), None if there or value.is_meta else value.numpy().tobytes())
+            elif isinstance(value, np.ndarray):
+                found[f"{name} ({number})"] = (id(value), value.tobytes())
+            elif is_generator(value):
+                found[f"{name} ({number})"] = repr(getattr(value, "bit_generator", value).__getstate__())
+    return found
+
+
+def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """The name of what is not as it was; None where all is."""
+    return next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
+
+
+def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Of the devices' generators; nothing waits."""
+    return [torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state() for d in dict.fromkeys(devices)]
+
+
+def set_random_states(devices: Sequence[torch.device], states: Sequence[Tensor]) -> None:
+    for device, state in zip(dict.fromkeys(devices), states, strict=True):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
+@dataclass
+class LaunchedPass:
+    """A micro-batch's pass as it was launched."""
+
+    batch: Batch
+    weight: float
+    sync: bool
+    random: tuple[list[Tensor], list[Tensor]]  # the devices' generators, before it and after
+    loss: Tensor
+
+
+@dataclass
+class Evidence:
+    """Of one launched step."""
+
+    lr: float
+    before: dict[str, Tensor]  # copies of the live state
+    passes: list[LaunchedPass] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)  # copies, of this rank's passes alone
+    reduced: list[Tensor | None] = field(default_factory=list)  # copies, as the optimizer found them
+    usual: bool = False  # whether its micro-batches have the shapes of the step before
+
+    @property
+    def shapes(self) -> list[tuple[object, ...]]:
+        return [shape_of(launched.batch) for launched in self.passes]
+
+
+def shape_of(batch: Batch) -> tuple[object, ...]:
+    """What a recording is for."""
+    return tuple((part.shape, part.stride(), part.dtype) for part in (batch.inputs, batch.targets))
+
+
+def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+
+
+def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            targets[name].copy_(value)
+
+
+class Trial:
+    """What one replay of the step left."""
+
+    def __init__(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], state: Mapping[str, Tensor]):
+        self.losses, self.gradients, self.state = losses, gradients, state
+
+    def against(self, other: Trial, before: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+        """How far each tensor is from another trial's, as a share of its norm: of weights' changes."""
+        largest = max([float(g.norm()) for g in self.gradients if g is not None], default=0.0)
+        for number, pair in enumerate(zip(self.losses, other.losses, strict=True), 1):
+            yield f"loss of pass {number}", distance(*pair)
+        for number, (one, two) in enumerate(zip(self.gradients, other.gradients, strict=True)):
+            if one is None or two is None:
+                yield f"gradient {number}", 0.0 if one is two else float("inf")
+            else:  # one that should be zero is rounding errors
+                yield f"gradient {number}", distance(one, two, floor=1e-3 * largest)
+        for name, one in self.state.items():
+            start = before[name]
+            if name.startswith("weight "):
+                floor = ULP / TOLERANCE["fp32"] * float(start.norm())
+                yield name, distance(one - start, other.state[name] - start, floor)
+            else:
+                yield name, distance(one, other.state[name])
+
+
+def difference(
+    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], Trial]
+) -> str | None:
+    """What a replay does otherwise than the launched step; None where it is the same.
+
+    Args:
+        live: the state, which is that after the launched step, and is so again afterwards.
+        replay: does the step of the evidence by replays, from the live state on.
+    """
+    after = {name: tensor.detach().clone() for name, tensor in live.items()}
+    losses = [launched.loss for launched in evidence.passes]
+    launched = Trial(losses, evidence.gradients, after)
+    try:
+        fill(live, evidence.before)
+        found = replay()
+        far = {name: apart for name, apart in launched.against(found, evidence.before) if apart > TOLERANCE[precision]}
+        if not far:
+            return None
+        kept = Trial(found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()})
+        fill(live, evidence.before)
+        noise = dict(kept.against(replay(), evidence.before))
+        worst = next((name for name, apart in far.items() if not apart <= NOISE * noise[name]), None)
+        return None if worst is None else f"{worst} is {far[worst]:.2g} of its norm apart"
+    finally:
+        fill(live, after)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from trainer.data.photos import contact_sheet
-from trainer.devices import precision
+from trainer.devices import cuda_graphs, precision
 from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
@@ -20,7 +20,7 @@ from trainer.training.run import Run
 FEW = 16
 WARNINGS = (
     *("torchrun", "skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "precision"),
-    "note",
+    *("note", "graphs"),
 )
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
 ROOM = 3  # lines beside those that every run has
@@ -99,6 +99,8 @@ def facts(run: Run) -> dict[str, str]:
     }
     if run.tracker.path is not None and (run.tracker.path / contact_sheet.FILE).is_file():
         lines["look at"] = f"{run.tracker.path / contact_sheet.FILE}: images of each class as the model sees them"
+    if recipe.graphs is True and not cuda_graphs.possible(world.device):
+        lines["graphs"] = "only CUDA devices have them: graphs=true changes nothing here"
     if (few := few_for_batch_norm(run)) is not None:
         lines["batchnorm"] = few
     if advice := elastic_advice():

@@ -269,6 +269,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             f"best_{run.task.metric}": history.best,
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **figures,
+            "graphs": run.steps.way,
             "peak_memory_bytes": run.memory,
             "mfu": mfu,
             "pipeline": None,

@@ -60,6 +60,10 @@ class Result(Metrics):
         bool,
         "true if the run was too short for logging.warmup_steps, so that speed figures leave out only its first step",
     ]
+    graphs: Annotated[
+        str | None,
+        "`replayed` or `launched`: how steps were computed at the end; null if the device has no CUDA graphs",
+    ]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
     mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
     pipeline: Annotated[

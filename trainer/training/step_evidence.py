@@ -117,13 +117,13 @@ def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             targets[name].copy_(value)
 
 
-class Trial:
+class StepResult:
     """What one replay of the step left."""
 
     def __init__(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], state: Mapping[str, Tensor]):
         self.losses, self.gradients, self.state = losses, gradients, state
 
-    def against(self, other: Trial, before: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    def against(self, other: StepResult, before: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
         """How far each tensor is from another trial's, as a share of its norm: of weights' changes."""
         largest = max([float(g.norm()) for g in self.gradients if g is not None], default=0.0)
         for number, pair in enumerate(zip(self.losses, other.losses, strict=True), 1):
@@ -143,7 +143,7 @@ class Trial:
 
 
 def difference(
-    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], Trial]
+    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], StepResult]
 ) -> str | None:
     """What a replay does otherwise than the launched step; None where it is the same.
 
@@ -153,14 +153,14 @@ def difference(
     """
     after = {name: tensor.detach().clone() for name, tensor in live.items()}
     losses = [launched.loss for launched in evidence.passes]
-    launched = Trial(losses, evidence.gradients, after)
+    launched = StepResult(losses, evidence.gradients, after)
     try:
         fill(live, evidence.before)
         found = replay()
         far = {name: apart for name, apart in launched.against(found, evidence.before) if apart > TOLERANCE[precision]}
         if not far:
             return None
-        kept = Trial(found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()})
+        kept = StepResult(found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()})
         fill(live, evidence.before)
         noise = dict(kept.against(replay(), evidence.before))
         worst = next((name for name, apart in far.items() if not apart <= NOISE * noise[name]), None)

@@ -32,7 +32,7 @@ from trainer.telemetry.device_memory import free_memory
 from trainer.training.step_evidence import (
     Evidence,
     LaunchedPass,
-    Trial,
+    StepResult,
     changed_on_the_host,
     copies,
     difference,
@@ -63,7 +63,7 @@ class RecordedPass:
 
 
 @dataclass
-class Recording:
+class RecordedStep:
     """A step."""
 
     passes: dict[tuple[bool, object], RecordedPass] = field(default_factory=dict)  # by whether the first, and shape
@@ -100,7 +100,7 @@ class Steps:
         self._shapes: list[tuple[object, ...]] = []  # of this step's micro-batches so far
         self._usual: list[tuple[object, ...]] = []  # of those of the step before
         self._evidence: Evidence | None = None  # of this step, or the one before
-        self.recording: Recording | None = None
+        self.recording: RecordedStep | None = None
         self._replays = False  # in this step, from its first pass on
         self._moments: tuple[list[Any], list[Any]] = [], []  # ends of launched and of replayed steps
 
@@ -252,7 +252,7 @@ class Steps:
 
     def _record_step(self, evidence: Evidence) -> None:
         assert self.recorder is not None
-        recording = Recording()
+        recording = RecordedStep()
         self.rates.set(evidence.lr / 2)
         if self.updater.tolerated and self._one_device:
             recording.begin, _ = self.recorder.record(lambda: self.updater.begin(self.strategy))
@@ -304,13 +304,13 @@ class Steps:
             recorded.replay()
         return recorded.loss.clone()  # the next replay writes there
 
-    def _replayed_update(self, recording: Recording, loss: Tensor) -> Tensor | None:
+    def _replayed_update(self, recording: RecordedStep, loss: Tensor) -> Tensor | None:
         assert recording.update is not None and recording.loss is not None
         recording.loss.copy_(loss)
         recording.update()
         return None if recording.norm is None else recording.norm.clone()
 
-    def _again(self, evidence: Evidence) -> Trial:
+    def _again(self, evidence: Evidence) -> StepResult:
         """The step of the evidence by replays, on its own micro-batches and random numbers."""
         recording, drives, losses = self.recording, self.strategy.world.drives, list[Tensor]()
         assert recording is not None
@@ -330,7 +330,7 @@ class Steps:
             self._replayed_update(recording, total)
         else:
             self.updater.step(total, self.strategy, False)
-        return Trial(losses, gradients, live_state(self.strategy, self.updater))
+        return StepResult(losses, gradients, live_state(self.strategy, self.updater))
 
     # The choice.
 

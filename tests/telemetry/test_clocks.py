@@ -97,6 +97,29 @@ def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, read
     assert timer.summary(8).data_wait_fraction == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_a_pause_takes_is_no_steps(monkeypatch, kind):
+    clock = Clock(monkeypatch)
+    device = Device(clock, monkeypatch)
+    timer = StepTimer([torch.device(kind, 0)], warmup=1)
+    for number in range(12):
+        if number == 5:
+            device.synchronise()
+            with timer.pause():
+                clock.now += 30
+        timer.ask()
+        clock.now += 0.3  # reading
+        waited = timer.arrive()
+        if kind == "cuda":
+            device.work(0.2)
+        else:
+            clock.now += 0.2
+        timer.step(waited)
+    steps, seconds, _ = timer.stop()
+    assert (steps, seconds) == (12, pytest.approx(12 * (0.3 if kind == "cuda" else 0.5), abs=0.41))
+    assert max(timer.steps) < 0.71 and timer.summary(8).throughput.samples_per_sec > 8 / 0.71
+
+
 def test_one_window_of_one_step_has_no_spread():
     timer = StepTimer([torch.device("cpu")], 1)
     for _ in range(2):

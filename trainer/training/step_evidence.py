@@ -160,7 +160,9 @@ def difference(
         far = {name: apart for name, apart in launched.against(found, evidence.before) if apart > TOLERANCE[precision]}
         if not far:
             return None
-        kept = StepResult(found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()})
+        kept = StepResult(
+            found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()}
+        )
         fill(live, evidence.before)
         noise = dict(kept.against(replay(), evidence.before))
         worst = next((name for name, apart in far.items() if not apart <= NOISE * noise[name]), None)

@@ -57,6 +57,7 @@ def test_every_mode_is_there(kind, count):
     assert found == {*TRAITS} - {"single"} - ({"ddp", "fsdp"} if count == 1 else set())
     names = [check.name for check in right.checks(devices)]
     assert len({*names}) == len(names) and {"doctor", "repeat", "resume", "memory", "compile"} <= {*names}
+    assert ("graphs" in names) == (kind == "cuda")
     assert ("sums" in names) == ("copies" in names) == (count > 1)
 
 
@@ -139,6 +140,18 @@ def test_without_a_compiler_compiling_is_not_here(tmp_path, monkeypatch):
     monkeypatch.setattr(right.shutil, "which", lambda name: None)
     found = right.compiled(runner(tmp_path))
     assert found.status == "not here" and "install g++" in found.line
+
+
+@pytest.mark.parametrize(
+    ("way", "different", "status"),
+    [("replayed", [], "right"), ("replayed", ["weights"], "wrong"), ("launched", [], "wrong")],
+)
+def test_steps_that_were_not_replayed_prove_nothing(tmp_path, monkeypatch, way, different, status):
+    monkeypatch.setattr(right, "traces", lambda path: path)
+    monkeypatch.setattr(right, "different_bits", lambda one, other: different)
+    one = runner(tmp_path, "cuda", 1, result={"graphs": way})
+    found = right.replayed(one)
+    assert found.status == status and all(word in found.line for word in different)
 
 
 def test_what_doctor_finds_is_wrong(tmp_path):

@@ -78,6 +78,8 @@ def checks(devices: Devices) -> Iterator[Check]:
         yield Check(f"held out {name}", "right", f"each held-out image once, in {name}", start, count_once, 1)
     for name in ROUNDED:
         yield Check(f"precision {name}", "right", f"{name} against fp32", start, partial(_precision, name))
+    if devices.kind == "cuda":
+        yield Check("graphs", "right", "replayed steps against launched ones, bit by bit", 2 * start, replayed)
     slow = 25 if devices.kind == "cuda" else 45
     yield Check("compile", "right", "compile=true against the same without", 2 * start + slow, compiled, 1)
     yield Check("memory", "right", "memory is freed", 3 * start, memory)
@@ -220,6 +222,18 @@ def _held_out(name: str, mode: Sequence[str], runner: CheckRunner) -> Outcome:
 def _precision(name: str, runner: CheckRunner) -> Outcome:
     expected, actual = single(runner), single(runner, f"precision/{name}", f"precision={name}")
     return compared(actual, expected, ROUNDED[name], f"train with precision=fp32 instead of {name}")
+
+
+def replayed(runner: CheckRunner) -> Outcome:
+    launched = single(runner, "graphs/launched", "graphs=false", *_deterministic(runner))
+    words = [*digits(runner.devices), "mode=single", *runner.devices.first(), "graphs=true", *_deterministic(runner)]
+    way = runner.train("graphs/replayed", words, EXACT)["graphs"]
+    if way != "replayed":
+        return wrong("the steps could not be recorded: the run's output says why", "train with graphs=false", way=way)
+    if different := different_bits(traces(runner.path("graphs/replayed")), launched):
+        todo = "train with graphs=false, and paste proof.md into an issue"
+        return wrong(f"{', '.join(different)} differ from launched steps", todo, different=different)
+    return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])
 
 
 def compiled(runner: CheckRunner) -> Outcome:

@@ -97,6 +97,11 @@ class Evidence:
     reduced: list[Tensor | None] = field(default_factory=list)  # copies, as the optimizer found them
     usual: bool = False  # whether its micro-batches have the shapes of the step before
 
+    def is_finite(self) -> bool:
+        """Whether it proves anything: of a step that is skipped, as fp16's first ones are, nothing stays."""
+        tensors = [*(launched.loss for launched in self.passes), *(g for g in self.reduced if g is not None)]
+        return bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all())
+
     @property
     def shapes(self) -> list[tuple[object, ...]]:
         return [shape_of(launched.batch) for launched in self.passes]

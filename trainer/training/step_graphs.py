@@ -121,7 +121,8 @@ class Steps:
         """Record the step before, which counts, and nothing of this one."""
         evidence, self._evidence = self._evidence, None
         assert evidence is not None
-        self._attempt(lambda: self._record(evidence))
+        if evidence.is_finite():
+            self._attempt(lambda: self._record(evidence))
 
     def begin(self, lr: float) -> None:
         """A step begins, at this learning rate."""
@@ -133,7 +134,7 @@ class Steps:
             self._tries += 1
             self._attempt(lambda: self._watch(lr))
         else:
-            self._give_up("each step has micro-batches of another shape")
+            self._give_up(f"{TRIES} steps had micro-batches of other shapes than the one before, or were not finite")
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool) -> Tensor:
         """As the strategy's; the result is the caller's own."""

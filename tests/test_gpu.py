@@ -3,6 +3,8 @@
 from contextlib import ExitStack
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.command_line import QUIET, free_port, losses, ok, result, torchrun, trainer
 from tests.modes import test_parity as parity
@@ -10,6 +12,20 @@ from tests.modes.ways import EXACT, ONE_PROCESS
 
 pytestmark = pytest.mark.gpu
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}
+WAITS = """
+import trainer
+from torch import nn
+
+@trainer.register_model("waits")
+class Waits(nn.Module):
+    def __init__(self, num_classes, channels, image_size):
+        super().__init__()
+        self.layer = nn.Linear(channels * image_size**2, num_classes)
+
+    def forward(self, x):
+        out = self.layer(x.flatten(1))
+        return out if float(out.detach().sum()) > 0 else 2 * out
+"""
 SAME = ["recipe=digits", "mode=single", "model.name=cnn_gn", "optimizer.lr=0.001", "max_steps=20", *QUIET]
 
 
@@ -41,6 +57,39 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
     trainer(*words, f"output={tmp_path / 'cut'}", env={**GPU, "TRAINER_FAULT": "kill@0:12"})
     ok(*words, f"output={tmp_path / 'cut'}", "resume=auto", env=GPU)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=resnet20", "precision=bf16", "ema=0.99", "clip_grad_norm=5"],
+        ["model.name=vit_tiny", "optimizer.name=adamw", "accumulate=2"],
+        ["model.name=cnn", "optimizer.name=muon", "precision=bf16"],
+        ["model.name=cnn", "precision=fp16", "on_nonfinite=skip:2"],
+        ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=4"],
+        ["mode=split", "devices=[cuda:0,cuda:0]"],
+    ],
+    ids=" ".join,
+)
+def test_replayed_steps_are_the_launched_ones(words, tmp_path):
+    given = {word.partition("=")[0] for word in words}
+    words = [*(word for word in SAME if word.partition("=")[0] not in given), *words, "deterministic=true"]
+    weights = {}
+    for way in ("launched", "replayed"):
+        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU)
+        assert result(tmp_path / way)["graphs"] == way, done.stdout
+        weights[way] = load_file(tmp_path / way / "last.safetensors")
+    assert losses(tmp_path / "replayed") == losses(tmp_path / "launched")
+    for name, tensor in weights["launched"].items():
+        assert torch.equal(tensor, weights["replayed"][name]), name
+
+
+def test_a_model_that_waits_is_launched(tmp_path):
+    plugin = tmp_path / "waits.py"
+    plugin.write_text(WAITS)
+    words = [word for word in SAME if not word.startswith("model.name=")]
+    done = ok(*words, f"plugin={plugin.with_suffix('')}", "model.name=waits", "graphs=true", f"output={tmp_path / 'run'}", env=GPU)
+    assert result(tmp_path / "run")["graphs"] == "launched" and "waits.py" in done.stdout
 
 
 def test_more_ranks_than_gpus_names_the_right_count():

@@ -85,11 +85,11 @@ def test_replayed_steps_are_the_launched_ones(words, tmp_path):
 
 
 def test_a_model_that_waits_is_launched(tmp_path):
-    plugin = tmp_path / "waits.py"
-    plugin.write_text(WAITS)
+    (tmp_path / "waiting.py").write_text(WAITS)
     words = [word for word in SAME if not word.startswith("model.name=")]
-    done = ok(*words, f"plugin={plugin.with_suffix('')}", "model.name=waits", "graphs=true", f"output={tmp_path / 'run'}", env=GPU)
-    assert result(tmp_path / "run")["graphs"] == "launched" and "waits.py" in done.stdout
+    words += ["plugin=waiting", "model.name=waits", "graphs=true", f"output={tmp_path / 'run'}"]
+    done = ok(*words, env={**GPU, "PYTHONPATH": str(tmp_path)})
+    assert result(tmp_path / "run")["graphs"] == "launched" and "waiting.py" in done.stdout
 
 
 def test_more_ranks_than_gpus_names_the_right_count():

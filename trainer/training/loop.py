@@ -12,6 +12,7 @@ import torch
 from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, in_one_line
 from trainer.modes.pipeline import timeline
 from trainer.optim.optimization import learning_rate
+from trainer.optim.optimizers import LearningRates
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import GREEN
@@ -82,7 +83,7 @@ def loop(run: Run) -> None:
 
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
-    recipe, strategy, groups, history = run.recipe, run.strategy, run.optimizer.param_groups, run.history
+    recipe, strategy, history, rates = run.recipe, run.strategy, run.history, LearningRates(run.optimizer)
     rate = learning_rate(recipe, run.steps_per_epoch, run.total_steps - run.shift)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = run.position.step_in_epoch
@@ -97,8 +98,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         step = run.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - run.shift)
-        for group in groups:
-            group["lr"] = lr * group["rate"]
+        rates.set(lr)
         waited, loss = 0.0, None
         run.updater.begin(strategy)
         for micro in range(recipe.accumulate):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
 from trainer.optim.optimization import learning_rate
-from trainer.optim.optimizers import build_optimizer, optimizer_state, parameter_groups
+from trainer.optim.optimizers import LearningRates, build_optimizer, in_float32, optimizer_state, parameter_groups
 from trainer.optim.trainable import hidden_matrices, notes, roles_of
 from trainer.recipe import load
 
@@ -97,17 +98,20 @@ def test_no_momentum_is_continued_as_the_velocity_of_lars():
     assert states[0].keys().isdisjoint(states[1])
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torchs_with_its_adamw(nesterov):
+def test_muon_is_torchs_with_its_adamw(nesterov, device):
     ours, theirs = small(), small()
     words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.95", "optimizer.weight_decay=0.1"]
     optimizer, named = made(ours, *words, f"optimizer.nesterov={nesterov}")
+    LearningRates(optimizer, device).set(0.01)
     descend(ours, [optimizer], found=torch.zeros(()))
     hidden = [theirs[0].weight, theirs[3].weight]
     rest = [p for p in theirs.parameters() if all(p is not one for one in hidden)]
     options = {"momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon(hidden, lr=0.01, **options)
-    descend(theirs, [muon, torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, fused=True)])
+    lr = in_float32(0.01)
+    muon = torch.optim.Muon(hidden, lr=lr, **options)
+    descend(theirs, [muon, torch.optim.AdamW(rest, lr=lr, weight_decay=0.1, fused=True)])
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     kinds = {key.partition("//")[0]: key.partition("//")[2] for key in optimizer_state(optimizer, named)}
     assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == ["0.weight", "3.weight"]
@@ -262,6 +266,167 @@ def test_muons_matrices_of_one_shape_are_updated_together(flag):
             torch.testing.assert_close(p, other, rtol=0, atol=2e-3)
         counts.append(operations.count)
     assert counts[0] == counts[1] < 40, counts
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
+def test_muon_is_the_published_iteration(device):
+    """Against plain words in double precision, but for what bf16 rounds: tall, wide and square matrices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 18), nn.Linear(18, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    words = ["optimizer.name=muon", "optimizer.weight_decay=0.1", "optimizer.momentum=0.9", "optimizer.nesterov=true"]
+    optimizer, _ = made(model, *words)
+    rates, hidden = LearningRates(optimizer, device), [group["params"][0] for group in optimizer.muon_groups]
+    weights = [p.detach().double() for p in hidden]
+    starts = [w.clone() for w in weights]
+    momenta = [torch.zeros_like(w) for w in weights]
+    for step in range(3):
+        rates.set(lr := 0.1 / (1 + step))
+        for i, p in enumerate(hidden):
+            p.grad = torch.randn_like(p)
+            momenta[i] = 0.9 * momenta[i] + 0.1 * p.grad.double()
+            x = 0.1 * p.grad.double() + 0.9 * momenta[i]
+            x = x / x.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+            weights[i] = (1 - lr * 0.1) * weights[i] - lr * 0.2 * max(x.shape) ** 0.5 * x
+        optimizer.step()
+    assert {p.shape for p in hidden} == {(6, 4), (18, 6), (6, 18), (6, 6)}
+    for p, w, start in zip(hidden, weights, starts, strict=True):
+        assert ((p - w).norm() / (w - start).norm()).item() < 0.02, p.shape
+
+
+def state_of(model, optimizer):
+    return {**model.state_dict(), **optimizer_state(optimizer, dict(model.named_parameters()))}
+
+
+def as_bytes(state):
+    return {name: tensor.numpy(force=True).tobytes() for name, tensor in state.items()}
+
+
+WITH_TENSORS = {
+    "sgd": ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
+    "adam": ["optimizer.name=adam"],
+    "adamw": ["optimizer.name=adamw"],
+    "muon": ["optimizer.name=muon"],
+}
+SHARES = ["optimizer.layer_decay=0.5", "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0"]
+
+
+def gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+
+
+@pytest.mark.parametrize("build_model", [small, Convolutions])
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_a_learning_rate_as_a_tensor_is_the_number_to_the_bit(name, build_model):
+    """Every share of it, where it changes from step to step, with skipped steps between."""
+    states = []
+    for device in (None, torch.device("cpu")):
+        model = build_model()
+        optimizer, _ = made(model, *WITH_TENSORS[name], *SHARES)
+        rates = LearningRates(optimizer, device)
+        for step in range(6):
+            rates.set(0.03 / (1 + step))
+            gradients(model, step)
+            optimizer.found_inf = torch.tensor(float(step == 3))
+            optimizer.step()
+        states.append(as_bytes(state_of(model, optimizer)))
+    assert states[0] == states[1]
+    assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+    before = dict(build_model().named_parameters())
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters()), "and it moves"
+
+
+def test_groups_share_a_tensor_that_stays():
+    optimizer, _ = made(small(), "optimizer.name=muon", *SHARES)
+    rates = LearningRates(optimizer, torch.device("cpu"))
+    kept = {rate: (tensor, tensor.data_ptr()) for rate, tensor in rates.tensors.items()}
+    rates.set(0.1)
+    assert kept.keys() == {0.25, 0.5, 1.0} and all(
+        group["lr"] is kept[group["rate"]][0] for group in optimizer.param_groups
+    )
+    for rate, (tensor, place) in kept.items():
+        assert tensor.data_ptr() == place and tensor.dtype == torch.float32 and tensor.ndim == 0
+        assert tensor.item() == in_float32(0.1 * rate) == np.float32(0.1 * rate)
+
+
+class Recording(TorchDispatchMode):
+    """The operations of a step, to be repeated on the same memory without its Python, as a CUDA graph does."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, made))
+        return made
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, made in self.calls:
+            fresh = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(made), tree_leaves(fresh), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_a_recorded_step_reads_the_learning_rate_where_it_lies(name):
+    """And its flag and its gradients: no number of the recording is left, and the host waits for nothing."""
+    states = []
+    for recorded in (False, True):
+        model = Convolutions()
+        optimizer, _ = made(model, *WITH_TENSORS[name], *SHARES)
+        rates, flag, recording = LearningRates(optimizer, torch.device("cpu")), torch.zeros(()), Recording()
+        optimizer.found_inf = flag
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        kept = [p.grad for p in model.parameters()]
+        for step in range(5):
+            gradients(model, step)
+            for mine, p in zip(kept, model.parameters(), strict=True):
+                mine.copy_(p.grad)
+                p.grad = mine
+            rates.set(0.03 / (1 + step))
+            flag.fill_(float(step == 2))
+            if recorded and step:
+                recording.replay()
+            elif recorded:
+                with recording:
+                    optimizer.step()
+            else:
+                optimizer.step()
+        states.append(as_bytes(state_of(model, optimizer)))
+    assert states[0] == states[1]
+    called = {function.overloadpacket.__name__ for function, *_ in recording.calls}
+    assert not called & {"_local_scalar_dense", "lift_fresh", "is_nonzero"}, called
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_a_skipped_step_leaves_everything_as_it_was(name, device):
+    """To the bit: the sign of a zero too."""
+    model = Convolutions().to(memory_format=torch.channels_last)
+    optimizer, _ = made(model, *WITH_TENSORS[name], *SHARES)
+    rates = LearningRates(optimizer, device)
+    rates.set(0.1)
+    gradients(model, 0)
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p[0] = -0.0
+    before = as_bytes(state_of(model, optimizer))
+    optimizer.found_inf = torch.ones(())
+    for value in (torch.nan, torch.inf):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.step()
+    assert as_bytes(state_of(model, optimizer)) == before
 
 
 def test_muon_has_nothing_to_do_without_hidden_layers():

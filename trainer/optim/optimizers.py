@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +27,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Its rate is adjusted to each matrix's shape so that its steps are as long as AdamW's (torch's match_rms_adamw, of
     Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982): a rate and a decay that suit AdamW suit both.
     Where `found_inf` says so nothing changes, and nothing waits for it. Matrices are written in place, as torch's steps
-    do: under Hogwild other workers' updates of them must not be lost.
+    do: under Hogwild other workers' updates of them must not be lost. The learning rate may be a tensor on the device,
+    which a recorded step reads there: see `LearningRates`.
     """
 
     found_inf: Tensor | None = None
@@ -59,50 +60,60 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step on the gradients there are."""
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
-        lrs: dict[float, float | Tensor] = {}
+        rates: dict[tuple[Any, ...], _Rates] = {}
         for group in self.muon_groups:
             (parameter,) = group["params"]
             if parameter.grad is None:
                 continue
             views = _matrices(parameter, self.state[parameter]["momentum_buffer"], parameter.grad)
-            # Groups of one share of the rate have the same rate, which may be a tensor.
-            kind = (views[0].shape, parameter.dtype, parameter.device, group["rate"], group["weight_decay"])
-            alike.setdefault(kind, []).append(views)
-            lrs[group["rate"]] = group["lr"]
-        for (*_, rate, decay), some in alike.items():
+            # Groups of one share of the learning rate have the same, which may be a tensor: nobody looks into it here.
+            kind = group["rate"], group["weight_decay"], parameter.device
+            alike.setdefault((kind, views[0].shape, parameter.dtype), []).append(views)
+            if kind not in rates:
+                rates[kind] = _Rates(group["lr"], group["weight_decay"], self.found_inf, parameter.device)
+        for (kind, *_), some in alike.items():
             matrices, buffers, gradients = (list(tensors) for tensors in zip(*some, strict=True))
-            self._update(matrices, buffers, gradients, lrs[rate], decay)
+            self._update(matrices, buffers, gradients, rates[kind])
         if self.adamw is not None:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
 
-    def _update(
-        self, matrices: list[Tensor], buffers: list[Tensor], given: list[Tensor], lr: float | Tensor, decay: float
-    ) -> None:
+    def _update(self, matrices: list[Tensor], buffers: list[Tensor], given: list[Tensor], rates: _Rates) -> None:
         """A step of matrices of one shape: each operation once for all of them."""
-        gradients, length = torch.stack(given), 0.2 * math.sqrt(max(matrices[0].shape))  # steps as long as AdamW's
-        keep: Any
-        rate: Any
-        if isinstance(lr, Tensor):  # as Python computes, in double precision
-            exact = lr.double()
-            keep, rate = (1 - exact * decay).float(), (length * exact).float()
-        else:
-            keep, rate = 1 - lr * decay, length * lr
-        bad = None if self.found_inf is None else self.found_inf.to(gradients.device, non_blocking=True) > 0
-        if bad is not None:  # a momentum drawn to itself, a factor of 1 and an update of 0 leave all as it is
-            gradients = torch.where(bad, torch.stack(buffers), gradients)
+        gradients = torch.stack(given)
+        if rates.bad is not None:  # a momentum drawn to itself stays
+            gradients = torch.where(rates.bad, torch.stack(buffers), gradients)
         torch._foreach_lerp_(buffers, gradients.unbind(), 1 - self.momentum)
         update = torch.stack(buffers)
         update = orthogonal(gradients.lerp(update, self.momentum) if self.nesterov else update)
-        if bad is not None:
-            update = torch.where(bad, 0.0, update)
-        torch._foreach_mul_(matrices, keep if bad is None else torch.where(bad, 1.0, keep))
-        updates = update.to(matrices[0].dtype).unbind()
-        if not isinstance(rate, Tensor):
-            torch._foreach_add_(matrices, updates, alpha=-rate)
-            return
-        for matrix, step in zip(matrices, updates, strict=True):  # on a GPU the same number: one rounding
-            matrix.addcmul_(step, -rate)
+        torch._foreach_mul_(matrices, rates.keep)
+        # What torch's fused SGD does: it takes a number or a tensor, and leaves the weights where the flag says so.
+        updates = update.to(matrices[0].dtype, memory_format=torch.contiguous_format).unbind()
+        lr: Any = rates.times(0.2 * math.sqrt(max(matrices[0].shape)))  # steps as long as AdamW's
+        plain: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "is_first_step": False}
+        plain |= {"nesterov": False, "maximize": False, "found_inf": rates.flag}
+        torch._fused_sgd_(matrices, updates, [], lr=lr, **plain)
+
+
+class _Rates:
+    """What the matrices of one rate and decay on one device have in common in a step.
+
+    A tensor is computed with as Python computes with a number, in float64: both ways have the same bits.
+    """
+
+    def __init__(self, lr: float | Tensor, decay: float, flag: Tensor | None, device: torch.device) -> None:
+        self.lr = lr.to(device, torch.float64, non_blocking=True) if isinstance(lr, Tensor) else lr
+        self.flag = None if flag is None else flag.to(device, non_blocking=True)
+        self.bad = None if self.flag is None else self.flag > 0
+        keep: Any = 1 - self.lr * decay
+        self.keep: Any = keep.float() if isinstance(keep, Tensor) else keep
+        if self.bad is not None:
+            self.keep = torch.where(self.bad, 1.0, self.keep)
+
+    def times(self, length: float) -> float | Tensor:
+        """The learning rate times a number."""
+        product = length * self.lr
+        return product.float() if isinstance(product, Tensor) else in_float32(product)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -167,8 +178,8 @@ class LARS(torch.optim.Optimizer):
         velocities = [self.state[p]["velocity"] for p in weights]
         weight, gradient = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients))
         adapted = group["trust"] * weight / (gradient + decay * weight)
-        plain = lr if isinstance(lr, Tensor) else torch.full((), lr, device=device)
-        rates = plain * torch.where((weight == 0) | (gradient == 0), 1.0, adapted)
+        rates = lr * torch.where((weight == 0) | (gradient == 0), 1.0, adapted)
+        plain = torch.full((), lr, device=device)
         each = [rate if p.ndim > 1 else plain for p, rate in zip(weights, rates.unbind(), strict=True)]
         updates = list(torch._foreach_add(gradients, weights, alpha=decay))
         torch._foreach_mul_(updates, each)
@@ -185,28 +196,30 @@ class LARS(torch.optim.Optimizer):
 
 
 class LearningRates:
-    """Of an optimizer's groups: each its share of one number, in float32.
+    """Sets the learning rates of an optimizer's groups: one number times each group's share, in float32.
 
-    As numbers of Python, or as tensors that are filled anew: a recorded step reads those where they are. Kernels
-    compute alike with both, as they would not with a number of more digits.
+    As Python's numbers, or as tensors that each step fills anew, for a step recorded as a CUDA graph reads them where
+    they are. Both ways have the same bits.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
-        """Tensors on the `device`, if one is given."""
+        """`device`: where to keep `tensors`, 0-dim and by the groups' share; without one the groups get numbers."""
         self.groups = optimizer.param_groups
         self.tensors: dict[float, Tensor] = {}
         if device is None:
             return
         for group in self.groups:
-            group["lr"] = self.tensors.setdefault(group["rate"], torch.zeros((), device=device))
-        inner = getattr(optimizer, "adamw", optimizer)  # of MuonAdamW
-        for group in inner.param_groups if inner is not None else ():
-            if "capturable" in group:  # torch's Adam asks, although its fused step always is
+            if group["rate"] not in self.tensors:
+                self.tensors[group["rate"]] = torch.zeros((), device=device)
+            group["lr"] = self.tensors[group["rate"]]
+        inner = optimizer.adamw if isinstance(optimizer, MuonAdamW) else optimizer
+        if isinstance(inner, torch.optim.Adam):  # or AdamW: a recording asks for this, though a fused step always is
+            inner._warned_capturable_if_run_uncaptured = True
+            for group in inner.param_groups:
                 group["capturable"] = True
-                inner._warned_capturable_if_run_uncaptured = True
 
     def set(self, lr: float) -> None:
-        """Nothing waits: a number goes to a device with the kernel that fills."""
+        """For the next steps. Nothing waits: a number reaches a device with the kernel that fills."""
         for rate, tensor in self.tensors.items():
             tensor.fill_(in_float32(lr * rate))
         if not self.tensors:
@@ -216,7 +229,7 @@ class LearningRates:
 
 def in_float32(number: float) -> float:
     """The nearest number that float32 has."""
-    return float(struct.unpack("f", struct.pack("f", number))[0])
+    return ctypes.c_float(number).value
 
 
 def parameter_groups(

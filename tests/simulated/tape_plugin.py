@@ -1,0 +1,24 @@
+"""A whole command whose CPU has graphs: `plugin=tests.simulated.tape_plugin`.
+
+TRAINER_TEST_REPLAYS=folder: each rank leaves there a file of its number, with a byte for each replay.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.simulated.tape import CpuRecorder, Recording, graphs_on_the_cpu
+from tests.training import graphed_runs  # noqa: F401  registers models
+
+
+class Counted(CpuRecorder):
+    def _replay(self, recording: Recording) -> None:
+        super()._replay(recording)
+        if folder := os.environ.get("TRAINER_TEST_REPLAYS"):
+            with (Path(folder) / os.environ.get("RANK", "0")).open("ab") as file:
+                file.write(b".")
+
+
+on_the_cpu = graphs_on_the_cpu(Counted)
+on_the_cpu.__enter__()

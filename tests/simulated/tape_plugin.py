@@ -1,0 +1,27 @@
+"""A whole command whose CPU has graphs: `plugin=tests.simulated.tape_plugin`.
+
+TRAINER_TEST_WARM=2 says how many steps are launched before one is recorded. With TRAINER_TEST_REPLAYS=folder each rank
+leaves there a file of its number, with a byte for each replay.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.simulated.tape import CpuRecorder, Recording, graphs_on_the_cpu
+from tests.training import graphed_runs  # which registers models
+from trainer.training import step_graphs
+
+
+class Counted(CpuRecorder):
+    def _replay(self, recording: Recording) -> None:
+        super()._replay(recording)
+        if folder := os.environ.get("TRAINER_TEST_REPLAYS"):
+            with (Path(folder) / os.environ.get("RANK", "0")).open("ab") as file:
+                file.write(b".")
+
+
+step_graphs.WARM = int(os.environ.get("TRAINER_TEST_WARM", graphed_runs.WARM))
+on_the_cpu = graphs_on_the_cpu(Counted)
+on_the_cpu.__enter__()

@@ -1,0 +1,261 @@
+"""Whole runs of the product's loop whose steps are launched or replayed, and everything that they leave, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+import trainer
+from tests.command_line import result, steps
+from tests.simulated.simcuda.runs import alone
+from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
+from trainer.processes import faults
+from trainer.recipe import load
+from trainer.training import loop, step_graphs
+from trainer.training import run as runs
+
+WARM, TIMED = 2, 3  # steps before one is recorded, and of each kind that graphs=auto compares
+BASE = """data.name=synthetic data.samples=40 data.val_samples=16 data.image_size=8 data.channels=1 data.workers=0
+batch_size=8 model.name=noisy epochs=2 optimizer.lr=0.02 schedule.name=cosine schedule.warmup_epochs=0.7 threads=1
+mode=single devices=[cpu] logging.every_steps=3 logging.warmup_steps=0 logging.progress=false logging.tensorboard=false
+logging.verdict=false save.every_steps=4 augment.hflip=0.5"""
+TIMES = ("seconds", "samples_per_sec")
+
+
+class Noisy(nn.Module):
+    """Dropout, stochastic depth, attention, batch and layer norm."""
+
+    def __init__(self, classes, channels, size):
+        super().__init__()
+        self.first = nn.Conv2d(channels, 8, 3, padding=1, stride=2)
+        self.norm, self.deep = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.skip, self.drop = StochasticDepth(0.4, "row"), nn.Dropout(0.3)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        x = x + self.skip(self.deep(x).relu())
+        return self.head(self.drop(self.block(x.flatten(2).mT).mean(1)))
+
+
+class Waits(Noisy):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 1.0 if out.detach().abs().max().item() > 0 else out
+
+
+class Reads(Noisy):
+    """Waits, and no operator tells."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 1.0 if out.detach().amax().tolist() else out
+
+
+class HostDraws(Noisy):
+    """Layers dropped by Python."""
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        if random.random() < 0.5:
+            x = x + self.deep(x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+class Counts(Noisy):
+    """Decides by a count of its own: every third pass is another."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        x = self.norm(self.first(x)).relu()
+        if self.calls % 3 == 0:
+            x = x + self.deep(x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+class Replaces(Noisy):
+    """A running mean that is another tensor after each pass."""
+
+    def __init__(self, classes, channels, size):
+        super().__init__(classes, channels, size)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x - self.mean)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return out
+
+
+class FromTheHost(Noisy):
+    """A number that the host makes in each pass, of its own."""
+
+    passes = [0.0]  # one for all: no module's attribute changes  # noqa: RUF012
+
+    def forward(self, x):
+        self.passes[0] += 1.0
+        return super().forward(x) * (1 + torch.tensor(self.passes[0]) / 64)
+
+
+class Plain(Noisy):
+    """No random numbers: ranks and resumed runs compare."""
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)).relu().mean((2, 3)))
+
+
+for kind in (Noisy, Waits, Reads, HostDraws, Counts, Replaces, FromTheHost, Plain):
+    trainer.register_model(kind.__name__.lower())(kind)
+
+
+class Stopped(Exception):
+    """A run that a test ends, without its knowing."""
+
+
+class Left:
+    """What a run leaves: every tensor of its files, the rows and figures it logged.
+
+    Attributes:
+        recorders: what recorded its steps.
+        said: its lines about that.
+        steps: the loop's `Steps`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recorders: list[CpuRecorder] = []
+        self.said: list[str] = []
+        self.steps: Any = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.figures: dict[str, Any] = {}
+
+    def read(self) -> Left:
+        for file in sorted(self.folder.rglob("*.safetensors")):
+            named = load_file(file)
+            self.tensors |= {f"{file.relative_to(self.folder)}:{key}": tensor for key, tensor in named.items()}
+        for row in steps(self.folder):
+            self.figures[f"step {row['step']}"] = {key: row[key] for key in row if key not in TIMES}
+        names = ["train_loss", "val_loss", "val_top1", "best", "epoch", "nonfinite_steps", "steps", "status"]
+        with suppress(FileNotFoundError):
+            self.figures |= {name: value for name, value in result(self.folder).items() if name in names}
+        return self
+
+    @property
+    def replays(self) -> int:
+        return sum(recorder.replays for recorder in self.recorders)
+
+    @property
+    def replayed_to_the_end(self) -> bool:
+        return self.replays > 0 and not any(recorder.closed for recorder in self.recorders)
+
+
+def train(
+    words: str,
+    folder: Path,
+    patches: Any = (),
+    stop_after: int | None = None,
+    kind: type[CpuRecorder] = CpuRecorder,
+    nan_at: Sequence[int] = (),
+) -> Left:
+    """A run in this process; with graphs=true or auto among `words` on a CPU that has graphs.
+
+    Args:
+        patches: (owner, attribute, value) for its duration.
+        stop_after: the step after which it is killed.
+        kind: of recorder.
+        nan_at: steps whose images are no numbers.
+    """
+    given = {word.partition("=")[0] for word in words.split()}
+    base = [word for word in BASE.split() if word.partition("=")[0] not in given]
+    left, graphs = Left(Path(folder)), "graphs" in given and "graphs=false" not in words
+    recipe = load(None, *base, *words.split(), f"output={folder}")
+
+    class Steps(step_graphs.Steps):
+        def __init__(self, *given: Any) -> None:
+            *most, say = given
+            super().__init__(*most, lambda line: (left.said.append(line), say(line))[1])
+            left.steps = self
+
+    real, log, norms = runs.Run.__post_init__, loop.reporting.log_step, {}
+
+    def post_init(run: Any, *resolved: Any) -> None:
+        real(run, *resolved)
+        plain = run.strategy.after_step
+        if stop_after is not None:
+
+            def after_step(step: int) -> None:
+                plain(step)
+                if step == stop_after:
+                    raise Stopped
+
+            run.strategy.after_step = after_step
+
+    def log_step(run: Any, mean: float, lr: float, norm: Any, window: Any) -> None:
+        norms[f"norm {run.position.step}"] = (mean, lr, None if norm is None else norm.item())
+        log(run, mean, lr, norm, window)
+
+    with alone(), ExitStack() as stack:
+        left.recorders = stack.enter_context(graphs_on_the_cpu(kind) if graphs else nullcontext([]))
+        own = [
+            (runs, "Steps", Steps),
+            (runs.Run, "__post_init__", post_init),
+            (loop.reporting, "log_step", log_step),
+            (step_graphs, "WARM", WARM),
+            (step_graphs, "TIMED", TIMED),
+            (faults, "active", bool(nan_at)),
+        ]
+        fault = ",".join(f"nan@0:{step}" for step in nan_at)
+        stack.enter_context(mock.patch.dict(os.environ, {"TRAINER_FAULT": fault}))
+        for owner, attribute, value in (*own, *patches):
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        with suppress(Stopped):
+            loop.run(recipe)
+    left.figures |= norms
+    return left.read()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def differences(a: Left, b: Left) -> list[str]:
+    """What is not the same to the bit: weights, buffers, optimizer, averages, scaler, random states, rows, figures."""
+    names = sorted(a.tensors.keys() | b.tensors.keys())
+    found = [n for n in names if n not in a.tensors or n not in b.tensors or not same(a.tensors[n], b.tensors[n])]
+    keys = sorted(a.figures.keys() | b.figures.keys())
+    pairs = [(key, a.figures.get(key), b.figures.get(key)) for key in keys]
+    return found + [f"{key}: {one} {two}" for key, one, two in pairs if repr(one) != repr(two)]
+
+
+@functools.cache
+def launched(words: str, nan_at: Sequence[int] = ()) -> Left:
+    """The run whose steps are launched, once for all that compare with it.
+
+    Muon's last bits depend on whether its rate is a tensor, on the CPU: there this run has tensors too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if "muon" in words:
+            patches = [(step_graphs, "WARM", 10**9)]
+            return train(f"{words} graphs=true", Path(folder), patches, nan_at=nan_at)
+        return train(f"{words} graphs=false", Path(folder), nan_at=nan_at)
+
+
+def replayed(words: str, patches: Any = (), graphs: str = "true", **more: Any) -> Left:
+    """The run that records its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train(f"{words} graphs={graphs}", Path(folder), patches, **more)

@@ -1,0 +1,457 @@
+"""A replayed step is the launched one, to the bit: losses, norms, weights, optimizer, averages, random states, files.
+
+Here the CPU has graphs: `tests.simulated.tape`. On simulated cards: `tests/simulated/test_graphs_on_simulated_cuda.py`.
+"""
+
+import random
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.command_line import ok
+from tests.simulated.tape import CpuRecorder, is_recording
+from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
+from trainer.devices.cuda_graphs import NotRecorded
+from trainer.errors import TrainerError
+from trainer.modes.base import Strategy
+from trainer.optim import optimizers
+from trainer.optim.optimization import MovingAverage, Updater
+from trainer.optim.optimizers import LearningRates
+from trainer.recipe.checks import OPTIONS
+from trainer.training import step_graphs
+from trainer.training.step_graphs import Steps
+
+SGD = "optimizer.weight_decay=0.001 optimizer.nesterov=true"
+ADAMW = "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 optimizer.norm_weight_decay=0"
+MUON = "optimizer.name=muon optimizer.lr=0.01 optimizer.weight_decay=0.05 optimizer.nesterov=true"
+UNEVEN = "mode=local_sgd local_sgd.every=3 data.samples=53"
+CASES = {
+    "sgd without momentum": "optimizer.momentum=0 clip_grad_norm=0.5",
+    "sgd with momentum": "model.name=cnn ema=0.9 optimizer.weight_decay=0.001",
+    "nesterov": f"{SGD} accumulate=4 ema=0.9 clip_grad_norm=1",
+    "adam": "optimizer.name=adam optimizer.lr=0.003 schedule.name=step schedule.step_epochs=1",
+    "adamw": f"{ADAMW} accumulate=2 ema=0.9 clip_grad_norm=0.5",
+    "muon": f"{MUON} optimizer.layer_decay=0.7 model.name=cnn",
+    "fp16": f"precision=fp16 model.name=mlp {SGD} ema=0.9 clip_grad_norm=1 accumulate=2",
+    "bf16": f"precision=bf16 {ADAMW} clip_grad_norm=1",
+    "all that changes images": f"augment.mixup=0.2 augment.cutmix=0.5 augment.erase=0.5 augment.crop=pad {SGD}",
+    "unequal batches": f"{UNEVEN} batch_size=10 {SGD} ema=0.9",
+    "unequal micro-batches": f"{UNEVEN} accumulate=3 batch_size=12 {SGD}",
+    "patience": f"{SGD} stop.patience=1 epochs=4",
+}
+SLOW = {
+    "vit": f"model.name=vit_tiny {ADAMW}",
+    "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2",
+}
+ELSEWHERE = {
+    "graphs": "all that is here",
+    "compile": "of cards: a tape does not see the kernels of compiled code",
+    "tf32": "of cards",
+    "lars": "is launched, below",
+    "compress": "of ranks, below",
+    "sync_bn": "of ranks that graphs do not go with",
+    "on_nonfinite": "skipped steps, below",
+    "muon": "above",
+}
+ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
+MODEL = {"freeze": "cnn", "layer_decay": "cnn", "fp16": "mlp", "channels_last": "cnn"}
+
+
+def equal(words, played, nan_at=()):
+    """Whether a run that recorded its steps is the one that launched them."""
+    assert differences(launched(words, nan_at), played) == []
+    return True
+
+
+def one_line(played):
+    """What it said of going on without recordings."""
+    (line,) = played.said
+    assert not played.replayed_to_the_end
+    return line
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
+    words = (CASES | SLOW)[name]
+    played = replayed(words)
+    assert equal(words, played) and played.said == []
+    assert played.replays > 4 and played.replayed_to_the_end
+
+
+@pytest.mark.parametrize("warm", [3, 4, 5])
+def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
+    """The fourth step is the last before a save, the fifth before an evaluation with averaged weights."""
+    words = f"{ADAMW} accumulate=2 ema=0.9"
+    played = replayed(words, [(step_graphs, "WARM", warm)])
+    assert equal(words, played) and played.said == [] and played.replayed_to_the_end
+
+
+@pytest.mark.parametrize("option", ALLOWED)
+def test_an_option(option):
+    key, value = OPTIONS[option]
+    words = f"{key}={value} model.name={MODEL.get(option, 'noisy')}"
+    played = replayed(words)
+    assert equal(words, played) and played.said == [] and played.replayed_to_the_end
+
+
+def test_lars_is_launched():
+    words = "optimizer.name=lars optimizer.lr=1"
+    assert equal(words, replayed(words, graphs="auto"))
+
+
+def test_muon_with_a_tensor_for_its_rate_is_muon(tmp_path):
+    """On the CPU not to the bit: there `launched` has tensors too."""
+    tensors, numbers = launched(CASES["muon"]), train(f"{CASES['muon']} graphs=false", tmp_path)
+    weights = [name for name in numbers.tensors if name.startswith("last")]
+    assert weights
+    for name in weights:
+        torch.testing.assert_close(tensors.tensors[name], numbers.tensors[name], rtol=1e-4, atol=1e-4)
+
+
+# Steps that are not finite.
+
+
+@pytest.mark.parametrize("words", ["", "precision=bf16", "precision=fp16 model.name=mlp"])
+def test_skipped_steps(words):
+    words, steps = f"on_nonfinite=skip:3 ema=0.9 accumulate=2 {SGD} {words}", (5, 8)
+    played = replayed(words, nan_at=steps)
+    assert equal(words, played, steps) and played.replayed_to_the_end
+    assert played.figures["nonfinite_steps"] == 2
+
+
+@pytest.mark.parametrize("words", ["", "precision=fp16 model.name=mlp"])
+def test_a_step_that_is_not_finite_ends_the_run(words, tmp_path):
+    found = []
+    for graphs in ("false", "true"):
+        with pytest.raises(TrainerError, match="not finite") as error:
+            train(f"{words} graphs={graphs} logging.every_steps=100", tmp_path / graphs, nan_at=[7])
+        found.append((str(error.value).replace(f"/{graphs}", ""), Left(tmp_path / graphs).read()))
+    assert found[0][0] == found[1][0] and differences(found[0][1], found[1][1]) == []
+
+
+# Resuming.
+
+
+def continued(words, folder, stops):
+    """A run that is killed after each of some steps, by (step, word for graphs), and ends with the last word."""
+    for step, graphs in stops:
+        left = train(f"{words} {graphs} resume=auto", folder, stop_after=step)
+    return left
+
+
+@pytest.mark.parametrize("ways", ["true true", "true false", "false true"])
+def test_a_run_goes_on_in_mid_epoch(ways, tmp_path):
+    """And graphs may be turned on and off there."""
+    words = f"accumulate=2 {ADAMW} ema=0.9 data.samples=80"
+    first, second = (f"graphs={way}" for way in ways.split())
+    left = continued(words, tmp_path, [(7, first), (None, second)])
+    whole = launched(words)
+    norms = {name: value for name, value in whole.figures.items() if name in left.figures}
+    assert len(whole.figures) > len(norms) > 10
+    whole.figures, every = norms, whole.figures
+    assert differences(whole, left) == []
+    whole.figures = every
+    assert left.replays > 8 or second == "graphs=false"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twenty_times(tmp_path):
+    words = f"{SGD} ema=0.9 data.samples=120 save.every_steps=1 augment.mixup=0.2"
+    picked = sorted(random.Random(0).sample(range(1, 30), 20))
+    stops = [(step, f"graphs={random.Random(step).choice(['true', 'auto', 'false'])}") for step in picked]
+    left, whole = continued(words, tmp_path, [*stops, (None, "graphs=true")]), launched(words)
+    assert {name: tensor.tolist() for name, tensor in whole.tensors.items()} == {
+        name: tensor.tolist() for name, tensor in left.tensors.items()
+    }
+
+
+# The faster way.
+
+
+def clock(replay):
+    """A recorder of a device on which a launched step takes a second and a replayed one so many."""
+
+    class Timed(CpuRecorder):
+        seconds, noted = 0.0, 0
+
+        def now(self):
+            self.seconds += replay if self.replays > self.noted else 1.0
+            self.noted = self.replays
+            return self.seconds
+
+    return Timed
+
+
+@pytest.mark.parametrize(("replay", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_auto_keeps_the_faster(replay, kept):
+    words = f"accumulate=2 {ADAMW} data.samples=96"
+    played = replayed(words, graphs="auto", kind=clock(replay))
+    assert equal(words, played) and len(played.said) == 1, played.said
+    assert played.replays > 0 and played.replayed_to_the_end is kept
+    assert f"{1e3 * replay:.3g}" in played.said[0] and "1e+03" in played.said[0]
+
+
+# What cannot be recorded.
+
+REASONS = {
+    "waits": r"graphed_runs\.py:\d+|_local_scalar_dense",
+    "reads": r"graphed_runs\.py:\d+",
+    "hostdraws": "random",
+    "replaces": "buffer",
+    "counts": "calls",
+}
+
+
+@pytest.mark.parametrize("model", REASONS)
+def test_a_model_that_cannot_be_recorded_is_launched(model):
+    words = f"model.name={model} {SGD} accumulate=2"
+    played = replayed(words)
+    assert equal(words, played) and re.search(REASONS[model], one_line(played))
+
+
+class Fails(CpuRecorder):
+    """Cannot record what is asked for after some recordings."""
+
+    after, error = 0, NotRecorded("of a reason")
+
+    def record(self, work):
+        if len(self.recordings) >= self.after:
+            raise self.error
+        return super().record(work)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("error", [NotRecorded("of a reason"), torch.OutOfMemoryError("CUDA out of memory. Tried")])
+def test_a_recording_that_fails_changes_nothing(after, error):
+    words = f"{ADAMW} accumulate=2 ema=0.9 clip_grad_norm=1"
+    played = replayed(words, kind=type("Fails", (Fails,), {"after": after, "error": error}))
+    assert equal(words, played)
+    assert ("of a reason" if isinstance(error, NotRecorded) else "memory") in one_line(played)
+
+
+def in_recordings(plain, does):
+    """A function that does something else first, but not where steps are launched."""
+
+    def changed(*given):
+        if is_recording():
+            does(*given)
+        return plain(*given)
+
+    return changed
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ((Strategy, "loss", in_recordings(Strategy.loss, full)), "memory"),
+        ((Updater, "step", in_recordings(Updater.step, full)), "memory"),
+        ((Updater, "step", in_recordings(Updater.step, lambda updater, loss, *_: loss.item())), "local_scalar"),
+        ((Updater, "step", in_recordings(Updater.step, lambda *_: random.random())), "random"),
+    ],
+)
+def test_what_goes_wrong_within_a_recording_changes_nothing(changes, told):
+    words = f"{SGD} ema=0.9 accumulate=2"
+    played = replayed(words, [changes])
+    assert equal(words, played) and told in one_line(played)
+
+
+# What moves.
+
+
+def moved(plain=Strategy.weights):
+    """Evaluations that leave the weights somewhere else in memory, with the same values."""
+
+    @contextmanager
+    def weights(self, averages):
+        with plain(self, averages):
+            yield
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
+
+    return weights
+
+
+def test_weights_that_move_are_recorded_anew():
+    words = f"{ADAMW} ema=0.9"
+    played = replayed(words, [(Strategy, "weights", moved())])
+    assert equal(words, played) and played.replayed_to_the_end and played.said
+    (recorder,) = played.recorders
+    assert len(recorder.recordings) >= 4
+
+
+# Mutants: each of these is wrong, and either another run or one whose steps are launched after all.
+
+
+def rates_are_numbers(self, optimizer, device=None):
+    self.groups, self.tensors = optimizer.param_groups, {}
+
+
+def loss_is_kept(self, batch, weight, sync, plain=Steps.forward_backward):
+    before = self.recorder.replays
+    loss = plain(self, batch, weight, sync)
+    return loss if self.recorder.replays == before else self.recorder.last.result
+
+
+def batch_is_not_copied(self, batch, weight, sync, plain=Steps.forward_backward):
+    if self.recorder.replays:
+        batch = vars(self).setdefault("first", batch)
+    return plain(self, batch, weight, sync)
+
+
+def gradients_are_thrown_away(self, loss, want_norm, plain=Steps.update):
+    if self.recorder.replays:
+        for parameter in self.updater.parameters:
+            parameter.grad.zero_()
+    return plain(self, loss, want_norm)
+
+
+def buffers_are_kept_outside(self, strategy, plain=Updater.begin):
+    if not is_recording():
+        plain(self, strategy)
+
+
+class SameDraws(CpuRecorder):
+    """As of a generator that no graph knows."""
+
+    def record(self, work):
+        state = torch.get_rng_state()
+        replay, made = super().record(work)
+
+        def again():
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            replay()
+            torch.set_rng_state(after)
+
+        return again, made
+
+
+class OneForAll(CpuRecorder):
+    """What was recorded first serves for all that gives as much: a pass that adds, another shape."""
+
+    def record(self, work):
+        recorded = super().record(work)
+        kind = isinstance(recorded[1], torch.Tensor)
+        return vars(self).setdefault(f"first {kind}", recorded)
+
+
+class Average:
+    """A moving average whose update is recorded, with the decay of that step."""
+
+    def __init__(self):
+        self.average, self.plain, self.step = None, MovingAverage.update, Updater.step
+
+    def inside(self, updater, loss, strategy, want_norm):
+        norm = self.step(updater, loss, strategy, want_norm)
+        if is_recording():
+            self.plain(self.average, WARM + 1)
+        return norm
+
+    def outside(self, average, step):
+        self.average = average
+        if step <= WARM:
+            self.plain(average, step)
+
+    def patches(self):
+        inside, outside = self.inside, self.outside
+        return [
+            (Updater, "step", lambda *given: inside(*given)),
+            (MovingAverage, "update", lambda *given: outside(*given)),
+        ]
+
+
+NUMBERS = [(LearningRates, "__init__", rates_are_numbers)]
+MUTANTS = {  # words, patches, recorder
+    "the learning rate is a number": (SGD, NUMBERS, CpuRecorder),
+    "adamw's learning rate is a number": (ADAMW, NUMBERS, CpuRecorder),
+    "muon's learning rate is a number": (CASES["muon"], NUMBERS, CpuRecorder),
+    "a loss is kept": (SGD, [(Steps, "forward_backward", loss_is_kept)], CpuRecorder),
+    "the batch is not copied": (SGD, [(Steps, "forward_backward", batch_is_not_copied)], CpuRecorder),
+    "gradients are thrown away": (SGD, [(Steps, "update", gradients_are_thrown_away)], CpuRecorder),
+    "storages change": (
+        f"{ADAMW} ema=0.9",
+        [(Strategy, "weights", moved()), (Steps, "check", lambda self: None)],
+        CpuRecorder,
+    ),
+    "draws repeat": ("", [], SameDraws),
+    "a pass that adds is the first": (f"{SGD} accumulate=2", [], OneForAll),
+    "a number of the host": (f"model.name=fromthehost {SGD}", [], CpuRecorder),
+    "the average is recorded": (f"{ADAMW} ema=0.99", Average().patches(), CpuRecorder),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant(name):
+    words, patches, kind = MUTANTS[name]
+    assert wrong(launched(words), words, patches, kind)
+
+
+def wrong(whole, words, patches, kind=CpuRecorder, nan_at=()):
+    """Whether a run is noticed to be another: by itself, by what it leaves, or because it ends."""
+    try:
+        played = replayed(words, patches, kind=kind, nan_at=nan_at)
+    except (RuntimeError, AssertionError, TrainerError) as error:
+        print(f"{type(error).__name__}: {error}")
+        return True
+    found = differences(whole, played)
+    print(played.said, played.replays, len(found), *found[:1])
+    return found or not played.replayed_to_the_end
+
+
+def test_a_mutant_whose_launched_steps_have_a_rate_of_more_digits(tmp_path):
+    eager = train(f"{ADAMW} graphs=false", tmp_path, [(optimizers, "in_float32", float)])
+    assert differences(eager, replayed(ADAMW)) != []
+
+
+def test_a_mutant_that_keeps_the_buffers_of_skipped_steps_outside():
+    words, steps = f"on_nonfinite=skip:3 {SGD}", (5, 8)
+    assert wrong(launched(words, steps), words, [(Updater, "begin", buffers_are_kept_outside)], nan_at=steps)
+
+
+# Ranks.
+
+RANKS = {  # words, and steps before one is recorded: a save, or an averaging, follows the last of them
+    "ddp": (f"mode=ddp accumulate=2 ema=0.9 clip_grad_norm=0.5 {ADAMW}", 4),
+    "local_sgd": (f"mode=local_sgd local_sgd.every=3 data.samples=97 batch_size=20 ema=0.9 {SGD}", 3),
+}
+MORE_RANKS = {
+    "ddp, evaluated": (f"mode=ddp {SGD}", 5),
+    "ddp, label smoothing": (f"mode=ddp loss.label_smoothing=0.1 augment.mixup=0.2 {SGD}", 2),
+    "ddp, bf16, compressed": (f"mode=ddp precision=bf16 ddp.compress=bf16 {ADAMW}", 2),
+    "ddp, fp16, unequal": ("mode=ddp model.name=mlp precision=fp16 batch_size=9", 2),
+    "ddp, muon": (f"mode=ddp {MUON} model.name=cnn", 2),
+    "ddp, frozen": ("mode=ddp model.name=cnn model.freeze=1", 2),
+    "local_sgd, accumulate": (f"mode=local_sgd data.samples=101 batch_size=24 accumulate=2 {ADAMW}", 2),
+    "local_sgd, fp16": ("mode=local_sgd model.name=mlp precision=fp16 batch_size=16", 2),
+}
+
+
+def commanded(words, graphs, warm, folder):
+    """What two ranks of a command leave, and how many steps or parts of these each replayed."""
+    given = {word.partition("=")[0] for word in words.split()} | {"mode", "devices"}
+    base = [word for word in BASE.split() if word.partition("=")[0] not in given]
+    replays = folder / f"replays {graphs}"
+    replays.mkdir()
+    env = {"TRAINER_TEST_REPLAYS": str(replays), "TRAINER_TEST_WARM": str(warm)}
+    more = ["nproc=2", "plugin=tests.simulated.tape_plugin", f"graphs={graphs}", f"output={folder / graphs}"]
+    ok(*base, *words.split(), *more, env=env)
+    return Left(folder / graphs).read(), [file.stat().st_size for file in replays.iterdir()]
+
+
+@pytest.mark.parametrize("name", [*RANKS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_RANKS)])
+def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
+    words, warm = (RANKS | MORE_RANKS)[name]
+    # Muon's last bits depend on whether its rate is a tensor.
+    eager, none = (
+        commanded(words, "true", 10**9, tmp_path) if "muon" in name else commanded(words, "false", 0, tmp_path)
+    )
+    (tmp_path / "again").mkdir()
+    played, replays = commanded(words, "true", warm, tmp_path / "again")
+    assert differences(eager, played) == [] and none == []
+    assert len(replays) == 2 and min(replays) > 5

@@ -244,14 +244,8 @@ def differences(a: Left, b: Left) -> list[str]:
 
 @functools.cache
 def launched(words: str, nan_at: Sequence[int] = ()) -> Left:
-    """The run whose steps are launched, once for all that compare with it.
-
-    Muon's last bits depend on whether its rate is a tensor, on the CPU: there this run has tensors too.
-    """
+    """The run whose steps are launched, once for all that compare with it."""
     with tempfile.TemporaryDirectory() as folder:
-        if "muon" in words:
-            patches = [(step_graphs, "WARM", 10**9)]
-            return train(f"{words} graphs=true", Path(folder), patches, nan_at=nan_at)
         return train(f"{words} graphs=false", Path(folder), nan_at=nan_at)
 
 

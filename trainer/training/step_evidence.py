@@ -104,6 +104,7 @@ class Evidence:
     passes: list[LaunchedPass] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)  # copies, of this rank's passes alone
     reduced: list[Tensor | None] = field(default_factory=list)  # copies, as the optimizer found them
+    after: dict[str, Tensor] = field(default_factory=dict)  # copies, from before anything else changes it: an averaging
     usual: bool = False  # whether its micro-batches have the shapes of the step before
 
     def is_finite(self) -> bool:
@@ -123,6 +124,10 @@ def shape_of(batch: Batch) -> tuple[object, ...]:
 
 def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -162,24 +167,22 @@ def difference(
     """What a replay does otherwise than the launched step; None where it is the same.
 
     Args:
-        live: the state, which is that after the launched step, and is so again afterwards.
+        live: the state, which is as it was again afterwards.
         replay: does the step of the evidence by replays, from the live state on.
     """
-    after = {name: tensor.detach().clone() for name, tensor in live.items()}
+    now = copied(live)
     losses = [launched.loss for launched in evidence.passes]
-    launched = StepResult(losses, evidence.gradients, after)
+    launched = StepResult(losses, evidence.gradients, evidence.after)
     try:
         fill(live, evidence.before)
         found = replay()
         far = {name: apart for name, apart in launched.against(found, evidence.before) if apart > TOLERANCE[precision]}
         if not far:
             return None
-        kept = StepResult(
-            found.losses, copies(found.gradients), {n: t.detach().clone() for n, t in found.state.items()}
-        )
+        kept = StepResult(found.losses, copies(found.gradients), copied(found.state))
         fill(live, evidence.before)
         noise = dict(kept.against(replay(), evidence.before))
         worst = next((name for name, apart in far.items() if not apart <= NOISE * noise[name]), None)
         return None if worst is None else f"{worst} is {far[worst]:.2g} of its norm apart"
     finally:
-        fill(live, after)
+        fill(live, now)

@@ -34,6 +34,7 @@ from trainer.training.step_evidence import (
     LaunchedPass,
     StepResult,
     changed_on_the_host,
+    copied,
     copies,
     difference,
     host_state,
@@ -197,7 +198,7 @@ class Steps:
         if need > (free := min(map(free_memory, self.strategy.world.drives))):
             wanted, there = need / 2**30, free / 2**30
             raise NotRecorded(f"the comparison with a replay needs {wanted:.2f} GiB, and {there:.2f} GiB are free")
-        self._evidence = Evidence(lr, {name: tensor.detach().clone() for name, tensor in state.items()})
+        self._evidence = Evidence(lr, copied(state))
 
     def _watched(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
         """Launched, with an eye on what a replay would not do."""
@@ -227,6 +228,7 @@ class Steps:
             evidence.reduced = copies([p.grad for p in self.updater.parameters])
         with recorder.aside(), recorder.rehearsal() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
+        evidence.after = copied(live_state(self.strategy, self.updater))
         if waits and self._one_device:
             self._give_up(f"the optimizer waits for the device, in {waits[0]}")
         return norm

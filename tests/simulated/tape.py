@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, host_draws, restore
@@ -42,7 +46,7 @@ EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-FOREIGN = (str(Path(torch.__file__).parent), __file__)
+FOREIGN = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).parent / "simcuda"))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -117,17 +121,23 @@ class Pool:
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
         self._aliases: Counter[int] = Counter()
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Another tensor at this address, whatever the first one is given later."""
         kept = tensor.detach()
+        self._kept.append(kept)  # of recordings that fail too
         self._aliases[key_of(kept)] += 1
         return kept
 
     def free(self) -> list[int]:
         """Memory that only recordings have."""
-        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in self.made}  # without the one that counts
+        return self.gone(self.made)
+
+    def gone(self, keys: Iterable[int]) -> list[int]:
+        """Of memory that recordings have made or use, what nobody else has."""
+        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in keys}  # without the one that counts
         return [key for key, count in counts.items() if count <= self._aliases[key]]
 
     def spoil(self, keys: list[int]) -> None:
@@ -138,12 +148,13 @@ class Pool:
 class Recording(Watch):
     """Until it is closed, what is computed is recorded; then all is as if nothing had been computed."""
 
-    def __init__(self, pool: Pool) -> None:
-        super().__init__(self._refuse)
+    def __init__(self, pool: Pool, refuse: Callable[[str], None] | None = None) -> None:
+        super().__init__(refuse or self._refuse)
         self.pool, self.given, self.lost = pool, pool.free(), []  # memory that this recording takes, and leaves again
         self.operations: list[Any] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there, and a copy of it
-        self._made: dict[int, None] = {}
+        self.made: dict[int, None] = {}
+        self.outside: set[int] = set()  # other memory that it uses
         self.result: Any = None  # what the work gave, while someone else holds it
 
     @staticmethod
@@ -153,29 +164,35 @@ class Recording(Watch):
     def done(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
         known = {key_of(tensor) for tensor in inputs}
-        for tensor in inputs:
-            if key_of(tensor) not in self._made and key_of(tensor) not in self._before:
-                self._before[key_of(tensor)] = whole(tensor), whole(tensor).clone()
+        with without_modes():
+            for tensor in inputs:
+                if key_of(tensor) not in self.made and key_of(tensor) not in self._before:
+                    self._before[key_of(tensor)] = whole(tensor), whole(tensor).clone()
+                    self.outside.add(key_of(tensor))
         out = super().done(func, args, kwargs)
+        with without_modes():
+            self._keep(func, args, kwargs, known, out)
+        return out
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, known: set[int], out: Any) -> None:
         args, kwargs = mapped(list(args), self.pool.alias), mapped(kwargs, self.pool.alias)
         outs = [(self.pool.alias(tensor), key_of(tensor) not in known) for tensor in tensors_in(out)]
         for tensor, fresh in outs:
             if fresh and key_of(tensor) not in self.pool.made:
                 self.pool.made[key_of(tensor)] = tensor
-                self._made[key_of(tensor)] = None
+                self.made[key_of(tensor)] = None
         if func is aten._to_copy.default:
             kwargs.pop("device", None)  # the one there is, whatever a simulated one calls itself
         self.operations.append((func, args, kwargs, outs))
-        return out
 
     def close(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), without_modes():
             for memory, copy in self._before.values():
                 memory.copy_(copy)
             self._before.clear()
             free = set(self.pool.free())
-            self.lost = [key for key in self._made if key in free]
-            self.pool.spoil([*self._made])
+            self.lost = [key for key in self.made if key in free]
+            self.pool.spoil([*self.made])
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -249,11 +266,22 @@ def is_recording() -> bool:
     return any(isinstance(mode, Recording) for mode in _get_current_dispatch_mode_stack())
 
 
-def _caller() -> str:
-    """The innermost line that is neither torch's nor this file's."""
-    frame: Any = sys._getframe(1)
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """What computes in here is seen by nobody."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def outside(frame: Any) -> Any:
+    """The innermost frame that is neither torch's nor a simulation's."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back
+    return frame
+
+
+def _caller() -> str:
+    frame = outside(sys._getframe(1))
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -167,6 +167,8 @@ def everywhere(folder):
     assert (
         runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run").errors == []
     )
+    recorded = "mode=single model.name=mlp graphs=true data.samples=80 epochs=2"
+    assert runs.train_on_cuda(recorded, folder / "recorded").errors == []
     with runs.alone(), simulated(2) as machine:
         for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):
             use(machine)

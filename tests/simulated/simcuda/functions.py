@@ -68,7 +68,7 @@ class Functions(TorchFunctionMode):
     def _tolist(self, func: Any, tensor: Tensor) -> Any:
         index = self.machine.memory.device(tensor)
         if index is not None:
-            self.machine.waits.note("item")
+            self.machine.wait("tolist", "item")
             self.machine.order.host_waits([self.machine.current_stream(index)])
         return NotImplemented
 
@@ -109,7 +109,7 @@ class Functions(TorchFunctionMode):
             with self._making(index):
                 out = func(*args, **kwargs)
             if func in VALUES and index is not None:
-                self.machine.waits.note("H2D")
+                self.machine.wait("a tensor of the host's numbers", "H2D")
             for tensor in tensors_in(out):
                 if pinned:
                     self.machine.memory.pin(tensor)

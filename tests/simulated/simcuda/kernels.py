@@ -50,6 +50,7 @@ class Kernels(TorchDispatchMode):
                 return self._on_host(func, args, kwargs)
             if str(func).startswith("aten._foreach"):
                 return self._foreach(func, args, kwargs, inputs)
+            self.machine.graphs.launched(self.machine.current_stream(device), str(func))
             with self._generator(func, device):
                 out = func(*args, **kwargs)
             self._charge(func, args, kwargs, inputs, out, device)
@@ -65,7 +66,7 @@ class Kernels(TorchDispatchMode):
             return here.hint  # type: ignore[no-any-return]
         found = {where(tensor) for tensor in inputs if tensor.dim() or where(tensor) is not None}
         if func in INDEXED and len(found) == 2 and None in found and where(args[0]) is not None:
-            self.machine.waits.note("H2D")  # the indices are copied
+            self.machine.wait("a copy of indices", "H2D")
             found.discard(None)
         if len(found) > 1 and not str(func).startswith("aten._foreach"):
             raise RuntimeError(
@@ -134,6 +135,7 @@ class Kernels(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             yield
             return
+        self.machine.graphs.draws(device)
         host = torch.default_generator.get_state()
         torch.default_generator.set_state(self.machine.generators[device])
         try:
@@ -148,7 +150,7 @@ class Kernels(TorchDispatchMode):
         if wanted and func in INDEXED:
             wanted = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if wanted:
-            self.machine.waits.note("item")
+            self.machine.wait(str(func), "item")
             self.machine.order.host_waits([self.machine.current_stream(device)])
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -169,9 +171,10 @@ class Kernels(TorchDispatchMode):
             if non_blocking and memory.is_pinned(source):
                 memory.pinned[source.untyped_storage()._cdata].append((stream.id, number))
             elif source.dim():  # a number of the host is a kernel's argument
-                machine.waits.note("H2D")
+                machine.wait("a copy from the host", "H2D")
                 machine.order.host_waits([stream])
         else:
+            machine.graphs.permit("a copy to the host")
             stream = machine.current_stream(here)
             number = memory.use(stream, [source], [], [], "copy_ to the host")
             memory.host_writes(target, "copy_ to the host")
@@ -180,7 +183,7 @@ class Kernels(TorchDispatchMode):
                 machine.order.arrive_later(stream, number, lambda: alias.copy_(value))
                 rubbish(target)
             else:
-                machine.waits.note("D2H")
+                machine.wait("a copy to the host", "D2H")
                 machine.order.host_waits([stream])
                 target.copy_(source)
         return target

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.simulated.simcuda.functions import index_of
+from tests.simulated.simcuda.graphs import Graphs
 from tests.simulated.simcuda.kernels import SAME
 from tests.simulated.simcuda.memory import Memory
 from tests.simulated.simcuda.order import Order, Stream
@@ -41,6 +42,7 @@ class Here(threading.local):
         self.current: dict[int, Stream] = {}  # where it is not the default stream
         self.entered: list[Any] = []
         self.target: int | str | None = SAME  # where what is being made shall be
+        self.capture: Any = None  # see `graphs`
         self.hint: int | None = None  # where the arguments of the present function are
 
 
@@ -55,7 +57,7 @@ class Machine:
         self.cards, self.count = tuple(cards), len(cards)
         self.here, self.order, self.waits = Here(), Order(), Waits()
         self.streams: list[Stream] = []
-        self.memory = Memory(self.order)
+        self.memory, self.graphs = Memory(self.order), Graphs(self)
         self.default = [Stream(self, index) for index in range(self.count)]
         self.generators: list[Tensor] = []
         self.broken: set[int] = set()
@@ -83,8 +85,15 @@ class Machine:
     def streams_of(self, index: int) -> list[Stream]:
         return [stream for stream in self.streams if stream.device_index == index]
 
+    def wait(self, what: str, kind: str) -> None:
+        """The host is about to wait for a device."""
+        self.graphs.permit(what)
+        self.graphs.warn(what)
+        self.waits.note(kind)
+
     def synchronize(self, device: Any = None) -> None:
         index = self.index(device)
+        self.graphs.permit("a device's end")
         self.waits.note("synchronize")
         if index in self.broken:
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -98,7 +107,12 @@ class Machine:
         self.generators[self.here.device] = torch.Generator().manual_seed(seed).get_state()
 
     def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
+        self.graphs.draws(self.index(device))
         self.generators[self.index(device)] = state.clone()
+
+    def generator(self, device: Any = "cuda") -> Tensor:
+        self.graphs.draws(self.index(device))
+        return self.generators[self.index(device)].clone()
 
     def clock(self) -> float:
         """`time.perf_counter`; who times a device with it must have waited for it."""

@@ -116,12 +116,19 @@ class Memory:
                             "uses (no record_stream)"
                         )
             pool.unsafe.clear()
-        for tensor, write in [*((t, False) for t in reads), *((t, True) for t in writes)]:
-            block = self.blocks.get(key(tensor))
+        self.touch(stream, number, [*((key(t), False) for t in reads), *((key(t), True) for t in writes)], what)
+        return number
+
+    def touch(self, stream: Stream, number: int, pairs: Iterable[tuple[int, bool]], what: str) -> None:
+        """A kernel of this number reads or writes storages."""
+        # What is captured does not happen now: it is in an order with what its own capture has, and with nothing else.
+        unlike = self.order.names_not_of(stream)
+        for name, write in pairs:
+            block = self.blocks.get(name)
             if block is None:
                 continue
             for use in block.uses:
-                if not (use.write or write) or use.stream == stream.id:
+                if not (use.write or write) or use.stream == stream.id or use.stream in unlike:
                     continue
                 if not self.order.after(stream, use.number, use.stream):
                     self.errors.append(
@@ -131,7 +138,16 @@ class Memory:
             # What this stream did before is ordered before what it does now: the last read and write of it say all.
             block.uses = [use for use in block.uses if use.stream != stream.id or (use.write and not write)]
             block.uses.append(Access(stream.id, number, write, what))
-        return number
+
+    def captured(self, names: set[int]) -> tuple[set[int], set[int]]:
+        """What was read and written under these names, none of which has happened yet."""
+        found: tuple[set[int], set[int]] = set(), set()
+        for name, block in self.blocks.items():
+            for use in block.uses:
+                if use.stream in names:
+                    found[use.write].add(name)
+            block.uses = [use for use in block.uses if use.stream not in names]
+        return found
 
     def host_writes(self, tensor: Tensor, what: str) -> None:
         """The host writes to memory; copies that still read it see both."""

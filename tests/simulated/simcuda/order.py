@@ -15,12 +15,18 @@ from torch.cuda._sanitizer import StreamSynchronizations
 _ids = itertools.count(1)
 
 
+def new_name() -> int:
+    """Of a stream or an event."""
+    return next(_ids)
+
+
 class Order:
     """The partial order of everything that streams are given; its lock guards the whole machine."""
 
     def __init__(self) -> None:
         self.syncs = StreamSynchronizations()
         self.lock = threading.RLock()
+        self.captured: set[int] = set()  # names that streams have in captures
         self._number = 0
         self._last: dict[int, int] = {}  # of each stream, the number of its last kernel
         self._on_their_way: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host
@@ -35,6 +41,16 @@ class Order:
     def kernel(self, stream: Stream) -> int:
         number = self._last[stream.id] = self.next(stream)
         return number
+
+    def names_not_of(self, stream: Stream) -> set[int]:
+        """Streams of which nothing is before or after what this one is given: on one side of the two is a capture."""
+        capture = stream.machine.here.capture if stream.is_capturing() else None
+        own = set() if capture is None else {*capture.names.values()}
+        return {*self.syncs.current_sync_states} - own if own else self.captured
+
+    def last(self, name: int) -> int:
+        """The number of a stream's last kernel, 0 before there is one."""
+        return self._last.get(name, 0)
 
     def after(self, stream: Stream, number: int, other: int) -> bool:
         """Whether the stream's next work surely comes after what stream `other` did at `number`."""
@@ -79,9 +95,15 @@ class Stream:
     """A stand-in for `torch.cuda.Stream`."""
 
     def __init__(self, machine: Any, index: int) -> None:
-        self.machine, self.device_index, self.id = machine, index, next(_ids)
-        machine.order.syncs.create_stream(self.id)
+        self.machine, self.device_index, self.own_id = machine, index, new_name()
+        machine.order.syncs.create_stream(self.own_id)
         machine.streams.append(self)
+
+    @property
+    def id(self) -> int:
+        """Its name in what happens before what; in a capture of this thread another one."""
+        capture = self.machine.here.capture
+        return self.own_id if capture is None else capture.names.get(self.own_id, self.own_id)  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +115,13 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        capture = self.machine.here.capture
+        if capture is not None and event.id in capture.events:
+            capture.join(self)
+        elif capture is not None and self.is_capturing() and event.place is not None:
+            capture.refuse(f"{self} waits for what is no part of the capture")
+        elif event.captured:
+            raise RuntimeError("CUDA error: a wait for an event that was recorded in a capture")
         with self.machine.order.lock:
             self.machine.order.syncs.stream_wait_for_event(self.id, event.id)
 
@@ -100,15 +129,16 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self.machine.waits.note("synchronize")
+        self.machine.wait("a stream's end", "synchronize")
         with self.machine.order.lock:
             self.machine.order.host_waits([self])
 
     def query(self) -> bool:
+        self.machine.graphs.permit("a query")
         return self.machine.order.idle([self])
 
     def is_capturing(self) -> bool:
-        return False
+        return self.id != self.own_id
 
     def __enter__(self) -> Stream:
         here = self.machine.here
@@ -132,17 +162,20 @@ class Event:
     """A stand-in for `torch.cuda.Event`."""
 
     def __init__(self, machine: Any, enable_timing: bool = False) -> None:
-        self.machine, self.timing, self.id = machine, enable_timing, next(_ids)
+        self.machine, self.timing, self.id = machine, enable_timing, new_name()
         self.place: tuple[int, int] | None = None  # stream and number
         self.device: int | None = None  # that of the stream
         self.asked = False  # whether it is complete, since it was recorded
+        self.captured = False  # whether it was recorded in a capture
         machine.order.syncs.create_event(self.id)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.machine.current_stream()
         with self.machine.order.lock:
             self.place, self.device = (stream.id, self.machine.order.next(stream)), stream.device_index
-            self.asked = False
+            self.asked, self.captured = False, stream.is_capturing()
+            if self.captured:
+                self.machine.here.capture.events.add(self.id)
             self.machine.order.syncs.record_state(self.id, stream.id)
         self.at = time.perf_counter()
 
@@ -150,6 +183,7 @@ class Event:
         (stream or self.machine.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
+        self.machine.graphs.permit("an event")
         self.machine.waits.note("synchronize")
         with self.machine.order.lock:
             self.machine.order.for_ever({self.device})
@@ -159,6 +193,7 @@ class Event:
     def query(self) -> bool:
         """Whether the device has done it: not yet when it is asked first, and from then on, if it ever does."""
         order = self.machine.order
+        self.machine.graphs.permit("a query")
         if self.place is None or order.seen_by_host(*self.place):
             return True
         if not self.asked or self.device in order.hung:
@@ -175,8 +210,8 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
-            if not event.timing or event.place is None:
-                raise RuntimeError("elapsed_time of an event without enable_timing, or never recorded")
+            if not event.timing or event.place is None or event.captured:
+                raise RuntimeError("elapsed_time of an event without enable_timing, never recorded, or captured")
             if not event.complete():
                 raise RuntimeError("elapsed_time of an event that is not complete (cudaErrorNotReady)")
         return 1e3 * (end.at - self.at)

@@ -60,7 +60,10 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
             "is_nccl_available": lambda: True,
             "Reducer": _reducer(machine),
         },
-        torch._C: {"_cuda_getDeviceCount": lambda: machine.count},
+        torch._C: {
+            "_cuda_getDeviceCount": lambda: machine.count,
+            "_cuda_endAllocateToPool": machine.graphs.end_allocating,
+        },
         torch.version: {"cuda": torch.version.cuda or "13.0", "hip": None},
         glob: {"glob": _with_driver(glob.glob, machine.count)},
         time: {"perf_counter": machine.clock},
@@ -85,6 +88,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         memory.peak[index(device)] = memory.allocated(index(device))
 
     def empty() -> None:
+        machine.graphs.permit("giving memory back")
         machine.emptied += 1
         memory.empty_cache()
 
@@ -108,10 +112,10 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "current_stream": machine.current_stream,
         "default_stream": lambda device=None: machine.default[index(device)],
         "synchronize": machine.synchronize,
-        "is_current_stream_capturing": lambda: False,
+        **machine.graphs.stubs(),
         "manual_seed": machine.seed,
         "manual_seed_all": machine.seed_all,
-        "get_rng_state": lambda device="cuda": machine.generators[index(device)].clone(),
+        "get_rng_state": machine.generator,
         "set_rng_state": machine.set_generator,
         "memory_allocated": lambda device=None: memory.allocated(index(device)),
         "memory_reserved": lambda device=None: memory.reserved(index(device)),

@@ -1,0 +1,302 @@
+"""Captured steps on simulated cards: no race, no wait in a step, the result of launched steps."""
+
+import tempfile
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.simulated.simcuda import graphs, runs, simulated
+from tests.training import graphed_runs  # noqa: F401  registers models
+from trainer.devices.cuda_graphs import CudaRecorder, NotRecorded
+from trainer.training import step_graphs
+from trainer.training.step_graphs import Steps
+
+RUNS = [
+    "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
+    "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
+]
+MORE = [
+    "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
+    "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad on_nonfinite=skip:2 graphs=true",
+    "model.name=noisy precision=bf16 epochs=5 graphs=auto",
+]
+FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4)]
+NOT_EVERY_STEP = (
+    *runs.NOT_EVERY_STEP,
+    "training.step_graphs.Steps.record",
+    "devices.cuda_graphs.CudaRecorder.record",
+    "devices.cuda_graphs.seconds_between",
+)
+
+
+def trained(words, patches=()):
+    """A run, how often it replayed, and why it gave that up."""
+    replays, said = [], []
+    replay, give_up = graphs.Graph.replay, Steps._give_up
+
+    def counted(graph):
+        replays.append(graph)
+        replay(graph)
+
+    def told(steps, reason):
+        said.append(reason)
+        give_up(steps, reason)
+
+    given = {word.partition("=")[0] for word in words.split()}
+    base = ["mode=single", "data.samples=64", "epochs=2", "save.every_steps=4", "logging.every_steps=3"]
+    words = " ".join([*words.split(), *(word for word in base if word.partition("=")[0] not in given)])
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for owner, name, value in [(graphs.Graph, "replay", counted), (Steps, "_give_up", told), *FEWER, *patches]:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        done = runs.train_on_cuda(words, Path(folder) / "run", 1)
+    return done, len(replays), said
+
+
+def both(words, patches=()):
+    launched = trained(words.replace("graphs=true", "graphs=false").replace("graphs=auto", "graphs=false"))[0]
+    return launched, *trained(words, patches)
+
+
+def alike(one, two):
+    same = one.weights.keys() == two.weights.keys() and one.losses == two.losses
+    return same and all(torch.equal(weight, two.weights[name]) for name, weight in one.weights.items())
+
+
+@pytest.mark.parametrize("words", [*RUNS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
+def test_a_run_with_replays_is_the_run_without(words):
+    launched, replayed, count, said = both(words)
+    assert alike(launched, replayed) and count > 8
+    assert replayed.errors == [] and (said == [] or "auto" in words)
+    assert replayed.waits.inside(runs.IN_A_STEP, *NOT_EVERY_STEP) == {}
+
+
+def test_a_model_that_waits_is_launched():
+    launched, replayed, _, said = both("model.name=waits accumulate=2 graphs=true")
+    assert alike(launched, replayed) and replayed.errors == []
+    assert len(said) == 1 and "graphed_runs.py" in said[0]
+
+
+# Mutants.
+
+
+@contextmanager
+def waits_for_nothing_before(self):
+    current = torch.cuda.current_stream(self.device)
+    with torch.cuda.stream(self.stream):
+        yield
+    current.wait_stream(self.stream)
+
+
+@contextmanager
+def nobody_waits_for_it(self):
+    self.stream.wait_stream(torch.cuda.current_stream(self.device))
+    with torch.cuda.stream(self.stream):
+        yield
+
+
+def on_the_current_stream(self, work, plain=CudaRecorder.record):
+    self.stream = torch.cuda.current_stream(self.device)
+    return plain(self, work)
+
+
+def without_a_copy(self, batch, weight, sync, plain=Steps.forward_backward):
+    """The loss is the one that a replay fills."""
+    with mock.patch.object(torch.Tensor, "clone", lambda tensor: tensor):
+        return plain(self, batch, weight, sync)
+
+
+MUTANTS = {
+    "aside waits for nothing": (CudaRecorder, "aside", waits_for_nothing_before),
+    "nobody waits for aside": (CudaRecorder, "aside", nobody_waits_for_it),
+    "the current stream is recorded": (CudaRecorder, "record", on_the_current_stream),
+    "a loss is not cloned": (Steps, "forward_backward", without_a_copy),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant(name):
+    launched, replayed, _, said = both("model.name=mlp graphs=true", [MUTANTS[name]])
+    assert replayed.errors or said or not alike(launched, replayed)
+
+
+# The simulation of captures.
+
+
+@pytest.fixture
+def machine():
+    with simulated(1) as machine:
+        yield machine
+
+
+@contextmanager
+def capturing(stream, graph, pool=None):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def captured(work, pool=None):
+    """A graph of it, and what it gave."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with capturing(stream, graph, pool):
+        made = work()
+    return graph, made
+
+
+def test_a_graph_computes_when_it_is_replayed(machine):
+    x, drawn = torch.ones(3, device="cuda:0"), []
+    graph, (total, noise) = captured(lambda: (x.mul_(2).sum(), torch.randn(3, device="cuda:0")))
+    torch.cuda.manual_seed(5)
+    wanted = [torch.randn(3, device="cuda:0").tolist() for _ in range(2)]
+    torch.cuda.manual_seed(5)
+    for power in (2.0, 4.0):
+        graph.replay()
+        assert x.tolist() == [power] * 3 and total.item() == 3 * power
+        drawn.append(noise.tolist())
+    assert drawn == wanted and machine.errors == []
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.ones(4)),
+        lambda x: x + torch.tensor([1.0] * 4, device="cuda:0"),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.current_stream().synchronize(),
+        lambda x: torch.cuda.current_stream().record_event().synchronize(),
+        lambda x: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()),
+        lambda x: torch.cuda.empty_cache(),
+    ],
+)
+def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait):
+    x, recorder = torch.ones(4, device="cuda:0"), CudaRecorder(torch.device("cuda", 0))
+    with pytest.raises(NotRecorded, match="capturing"):
+        recorder.record(lambda: (x.add_(1), wait(x)))
+    torch.randn(2, device="cuda:0")
+    replay, out = recorder.record(lambda: x + 1)
+    replay()
+    assert out.tolist() == [2.0] * 4 and machine.graphs.allocating == {} and machine.errors == []
+
+
+def test_after_a_capture_that_failed_torch_believes_in_it(machine):
+    x = torch.ones(4, device="cuda:0")
+
+    def hidden():
+        with suppress(RuntimeError):
+            x.add_(1).sum().item()
+
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured(hidden)
+    assert machine.graphs.allocating and x.tolist() == [1.0] * 4
+    with pytest.raises(RuntimeError, match="outside graph capture"):
+        torch.randn(2, device="cuda:0")
+
+
+def test_the_rehearsal_tells_where_the_host_waits(machine):
+    x, recorder = torch.ones(4, device="cuda:0"), CudaRecorder(torch.device("cuda", 0))
+    with recorder.rehearsal() as waits:
+        (x + 1).mul_(2)
+    assert waits == []
+    with recorder.rehearsal() as waits:
+        x.sum().item()
+    assert len(waits) == 1 and __file__ in waits[0] and torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_streams_fork_and_join_in_a_capture(machine):
+    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream()
+
+    def forked(waits, joins):
+        def work():
+            y = x * 2
+            current = torch.cuda.current_stream()
+            side.wait_event(current.record_event())
+            with torch.cuda.stream(side):
+                z = x + 1
+            if not waits:
+                y.add_(z)
+            if joins:
+                current.wait_stream(side)
+            return y + z if waits else y
+
+        return work
+
+    graph, out = captured(forked(waits=True, joins=True))
+    graph.replay()
+    assert out.tolist() == [4.0] * 4 and machine.errors == []
+    captured(forked(waits=False, joins=True))
+    assert "RACE" in machine.errors[0]
+    with pytest.raises(RuntimeError, match="unjoined"):
+        captured(forked(waits=False, joins=False))
+
+
+def test_work_beside_a_capture_is_found(machine):
+    x = torch.ones(4, device="cuda:0")
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.mul_(2)
+
+    captured(work)
+    assert any(error.startswith("CAPTURE") for error in machine.errors)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_replay_is_in_the_order_of_its_stream(machine, waits):
+    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream()
+    graph, out = captured(lambda: x * 2)
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.replay()
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    x.add_(out)
+    assert (machine.errors == []) is waits and all("RACE" in error for error in machine.errors)
+
+
+def test_memory_that_was_given_back_is_not_replayed_on(machine):
+    given = [torch.ones(4, device="cuda:0")]
+    graph, _ = captured(lambda: given[0] * 2)
+    given.clear()
+    graph.replay()
+    assert [error.partition(":")[0] for error in machine.errors] == ["REPLAY"]
+
+
+def test_graphs_of_a_pool_take_what_nobody_holds(machine):
+    x, pool = torch.ones(4, device="cuda:0"), torch.cuda.graph_pool_handle()
+    first, made = captured(lambda: x * 2, pool)
+    held = [made]
+    second, out = captured(lambda: held[0] + 1, pool)
+    first.replay()
+    second.replay()
+    assert out.tolist() == [3.0] * 4
+    del made
+    held.clear()
+    third, _ = captured(lambda: x * 5, pool)
+    for graph in (first, third, second):
+        graph.replay()
+    assert [error.partition(":")[0] for error in machine.errors] == ["POOL"] and out.isnan().all()
+
+
+def test_a_capture_wants_a_stream_of_its_own(machine):
+    with pytest.raises(RuntimeError, match="non-default"):
+        torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
+
+
+def test_a_graph_is_not_reset_while_it_may_be_replayed(machine):
+    x = torch.ones(4, device="cuda:0")
+    graph, _ = captured(lambda: x * 2)
+    graph.replay()
+    graph.reset()
+    assert [error.partition(":")[0] for error in machine.errors] == ["RESET"]

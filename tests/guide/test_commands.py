@@ -144,30 +144,12 @@ NOT_RUN = {
         "./launch.sh recipe=resnet50 mode=split 'devices=[cuda:0,cuda:1]'",
         "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]' pipeline.recompute=true",
         "./launch.sh predict runs/first photos 'devices=[cuda:0,cuda:1,cpu]'",
-        "./launch.sh mode=single model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=17920 batch_size=256 precision=bf16 optimizer.lr=0.0001 epochs=1",
-        "./launch.sh mode=single model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=17920 batch_size=256 precision=bf16 optimizer.lr=0.0001 epochs=1 "
-        "compile=true",
-        "./launch.sh mode=single model.name=resnet20 data.name=synthetic data.image_size=32 "
-        "data.samples=103680 batch_size=128 precision=bf16 optimizer.lr=0.0001 epochs=1",
-        "./launch.sh mode=single model.name=resnet20 data.name=synthetic data.image_size=32 "
-        "data.samples=103680 batch_size=128 precision=bf16 optimizer.lr=0.0001 epochs=1 compile=true",
-        "./launch.sh mode=single model.name=resnet20 data.name=synthetic data.image_size=32 "
-        "data.samples=154880 batch_size=128 precision=bf16 optimizer.lr=0.0001 epochs=1 compile=true",
-        "./launch.sh mode=single model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=3520 batch_size=32 precision=bf16 optimizer.lr=0.0001 epochs=1",
-        "./launch.sh mode=single model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=3520 batch_size=32 precision=bf16 optimizer.lr=0.0001 epochs=1 "
-        "compile=true",
-        "./launch.sh mode=single model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=12800 batch_size=256 precision=bf16 optimizer.lr=0.0001 epochs=1",
-        "./launch.sh mode=split model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=12800 batch_size=256 precision=bf16 optimizer.lr=0.0001 epochs=1 "
-        "'devices=[cuda:0,cuda:0]'",
-        "./launch.sh mode=pipeline model.name=resnet50 model.num_classes=1000 data.name=synthetic "
-        "data.image_size=224 data.samples=12800 batch_size=256 precision=bf16 optimizer.lr=0.0001 epochs=1 "
-        "'devices=[cuda:0,cuda:0]' pipeline.microbatches=4",
+        *(
+            typed.text
+            for page in PAGES
+            for typed in commands(page)
+            if "data.name=synthetic data.image_size" in typed.text
+        ),
     ),
     "takes days without a GPU": (
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",

@@ -1,18 +1,26 @@
 """The first minutes on a machine with a card that is at hand for a short while, perhaps without a network, in one go.
 
-    python tests/first_minutes.py --out results --wheels wheels --minutes 9.5
+    python tests/first_minutes.py --out results --wheels wheels --seconds 480
 
-`prove` runs first, then the tests that need a card. What the machine lacks of Python's packages is taken from a folder
-of wheels (`pip wheel --wheel-dir wheels omegaconf pytest`, made where there is a network): those that are not installed
-are unpacked for a Python of its own that also has all that is installed, so that neither pip nor a package index is
-needed. `results` gets at most eight files of at most 16 MiB, while they grow: cut off at any moment, it holds what was
-done by then. The same line goes on where it was, as `prove` does.
+Its parts, in this order: CUDA graphs, equal to the bit and timed; two ranks on one card over NCCL, under graphs; a
+pipeline on one card beside the whole model; the tests that need a card; what of `prove` measures speed. Each may take
+its share of the time that is left when it begins, and one that fails or hangs stops no other; what was not reached is
+told. `--cpu` tries the script: all of it, tiny, without graphs.
+
+What the machine lacks of Python's packages is taken from a folder of wheels (`pip wheel --wheel-dir wheels omegaconf
+pytest`, made where there is a network): those that are not installed are unpacked for a Python of its own that also has
+all that is installed, so that neither pip nor a package index is needed. `results` gets at most eight files of at most
+16 MiB, while they grow: cut off at any moment, it holds what was done by then. `results.jsonl` has a line for each
+figure, `results.md` the table for the guide's page of figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
+import shlex
 import shutil
 import signal
 import site
@@ -22,16 +30,276 @@ import tarfile
 import time
 import venv
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
-HOME = Path("runs/first_minutes")  # where it goes on from, below the working folder
+HOME = Path("runs/first_minutes")  # below the working folder
+INSIDE = "FIRST_MINUTES"  # a variable: this Python is the one that has all packages
 REPORT = ("proof.json", "proof.md", "proof.png", "kept.json")
 LARGEST = 15 * 2**20  # bytes of a file that is brought home
-PROVING = 0.65  # of the minutes
-LEAST, EVERY = 20.0, 2.0  # seconds for which tests are worth a start; between two looks
+LEAST, EVERY, GRACE, RUN = 5.0, 0.2, 10.0, 75.0  # seconds: worth a start; between looks; to end in; of a run at most
+SHARES = {"graphs": 5.0, "nccl": 1.3, "pipeline": 1.2, "tests": 2.0, "prove": 2.0}  # of the time
+CLOCKS = ("seconds", "samples_per_sec")  # columns of steps.csv that two equal runs differ in
+ALWAYS = "optimizer.lr=0.0001 precision=bf16 epochs=1 logging.progress=false"
+COMPARED = "deterministic=true ema=0.99 clip_grad_norm=5 epochs=2 logging.every_steps=3 logging.verdict=false"
+CARD = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'CPU', torch.__version__)"
+FAST = """
+from trainer import __main__ as cli
+from trainer.commands.prove import proving
+
+class Fast(proving.Proving):
+    def _chosen(self):
+        every, self.checks = self.checks, [check for check in self.checks if check.part == "fast"]
+        try:
+            return super()._chosen()
+        finally:
+            self.checks = every
+
+proving.Proving = Fast
+cli.main()
+"""
+Row = dict[str, Any]
+Job = tuple[str, Callable[[], Row]]
+Launchers = Sequence[list[str]]
+LATE = "time was up"
+
+
+@dataclass(frozen=True)
+class Net:
+    """What is trained on made-up images, in batches of so many, and for how many steps it is timed."""
+
+    title: str
+    words: str
+    batch: int
+    steps: int
+
+    def run_of(self, steps: int, *more: str) -> list[str]:
+        words = f"{self.words} batch_size={self.batch} data.name=synthetic data.samples={self.batch * steps} {ALWAYS}"
+        return [*{word.partition("=")[0]: word for word in [*words.split(), *more]}.values()]
+
+
+LARGE = "model.num_classes=1000 data.image_size=224 model.name="
+NETS = (
+    Net("ResNet-20, 32 px, batch 128", "model.name=resnet20 data.image_size=32", 128, 400),
+    Net("ResNet-50, 224 px, batch 32", f"{LARGE}resnet50", 32, 100),
+    Net("ResNet-50, 224 px, batch 64", f"{LARGE}resnet50", 64, 60),
+    Net("ResNet-50, 224 px, batch 256", f"{LARGE}resnet50", 256, 30),
+    Net("fast_cnn with Muon, 32 px, batch 128", "model.name=fast_cnn data.image_size=32 optimizer.name=muon", 128, 200),
+    Net("ViT-B/16, 224 px, batch 64", f"{LARGE}vit_b_16 optimizer.name=adamw", 64, 50),
+)
+TINY = (
+    Net("ResNet-8, 16 px, batch 16", "model.name=resnet8 data.image_size=16", 16, 2),
+    Net("vit_tiny with Muon, 32 px, batch 16", "model.name=vit_tiny data.image_size=32 optimizer.name=muon", 16, 2),
+)
+
+
+class Trip:
+    """What all parts use: where things go, the time that is left, how runs are started."""
+
+    def __init__(self, home: Path, out: Path, cpu: bool, words: list[str]) -> None:
+        self.home, self.out, self.cpu, self.words, self.until = home, out, cpu, words, 0.0
+        self.nets, self.warm, self.device = (TINY, 1, "cpu") if cpu else (NETS, 10, "cuda:0")
+        self.flags = [[], []] if cpu else [["graphs=false"], ["graphs=true"]]
+        self.pair = "the same twice" if cpu else "graphs=true / graphs=false"
+        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRAINER_PARENT": str(os.getpid())}
+        self.start: Any = subprocess.Popen
+        with suppress(Exception):  # else each run imports torch for itself
+            from tests import warm
+
+            warm.run([sys.executable, "-c", "pass"], timeout=60, check=True)
+            self.start = warm.Popen
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def finish(
+        self, children: list[subprocess.Popen], most: float, look: Callable[[], object] = time.time
+    ) -> list[int]:
+        """Exit codes of all, 124 of those that are ended since time is up; `look` is called meanwhile."""
+        end = min(self.until, time.monotonic() + most)
+        try:
+            while time.monotonic() < end and any(child.poll() is None for child in children):
+                look()
+                time.sleep(EVERY)
+        finally:
+            late = [child for child in children if child.poll() is None]
+            for child in late:
+                child.send_signal(signal.SIGTERM)  # it keeps what is done
+            for child in late:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(GRACE)
+                child.kill()
+                child.wait()
+            look()
+        return [124 if child in late else child.returncode for child in children]
+
+    def train(self, runs: dict[str, list[str]], launchers: Launchers = ()) -> list[Row]:
+        """result.json of runs side by side, each of them by all the launchers. Raises RuntimeError."""
+        children, logs = [], []
+        for name, words in runs.items():
+            shutil.rmtree(self.home / name, ignore_errors=True)
+            for rank, before in enumerate(launchers or [[]]):
+                command = [sys.executable, *before, "-m", "trainer", *words, f"output={self.home / name}"]
+                variables = {**self.environment, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+                if launchers:
+                    del variables["TRAINER_PARENT"]  # whom a rank ends with: it is the launcher's
+                logs.append(self.home / "logs" / f"{len(os.listdir(self.home / 'logs')):03}-{name}.log")
+                with logs[-1].open("w") as log:
+                    print("$", *command, file=log, flush=True)
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                    children.append(self.start(command, env=variables, **streams))
+        for code, log in zip(self.finish(children, RUN), logs, strict=True):
+            if code:
+                raise RuntimeError(LATE if code == 124 else f"exit code {code}: {last_line(log)[:300]}")
+        return [json.loads((self.home / name / "result.json").read_text()) for name in runs]
+
+
+def graphs(trip: Trip) -> Iterator[Job]:
+    """Each network with and without graphs: side by side to compare, one after the other to time."""
+    one = ["mode=single", f"devices=[{trip.device}]"]
+    for net in trip.nets:
+        yield f"{net.title}, {trip.pair}", partial(compared, trip, net.run_of(12, *COMPARED.split(), *one))
+        yield f"{net.title}, {trip.pair}", partial(timed, trip, net, *([*one, *flags] for flags in trip.flags))
+
+
+def nccl(trip: Trip) -> Iterator[Job]:
+    """Two launchers of a rank each: NCCL takes these for ranks of two hosts, and lets them share a card."""
+    words = trip.nets[0].run_of(12, *COMPARED.split(), "mode=ddp", *["devices=[cpu]"] * trip.cpu)
+    met = [
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--master_addr=127.0.0.1",
+        f"--master_port={20_000 + os.getpid() % 9999}",
+    ]
+    launchers = [["-m", "torch.distributed.run", *met, f"--node_rank={rank}"] for rank in range(2)]
+    yield f"{trip.nets[0].title}, two ranks on one device, {trip.pair}", partial(compared, trip, words, launchers)
+
+
+def pipeline(trip: Trip) -> Iterator[Job]:
+    """Two stages on one device, after the whole model."""
+    net = trip.nets[0] if trip.cpu else NETS[3]
+    for flags in trip.flags:
+        whole = ["mode=single", f"devices=[{trip.device}]", *flags]
+        stages = ["mode=pipeline", f"devices=[{trip.device},{trip.device}]", "pipeline.microbatches=4", *flags]
+        what = " ".join([f"{net.title}, two stages on one device, 4 micro-batches / whole", *flags])
+        yield what, partial(timed, trip, net, whole, stages)
+
+
+def compared(trip: Trip, words: list[str], launchers: Launchers = ()) -> Row:
+    """Whether runs with and without graphs are equal to the bit, and whether one had graphs indeed."""
+    runs = {name: [*words, *flags] for name, flags in zip(("launched", "replayed"), trip.flags, strict=True)}
+    apart = [{name: run} for name, run in runs.items()] if launchers else [runs]  # so many ranks are too many at once
+    results = [result for each in apart for result in trip.train(each, launchers)]
+    differ, count = differences(trip.home / "launched", trip.home / "replayed")
+    figure = f"DIFFERENT: {', '.join(differ[:3])}" if differ else f"equal to the bit: {count} tensors, and steps.csv"
+    return judged(trip, [*runs.values()], results, figure, not differ, differ=differ[:20])
+
+
+def timed(trip: Trip, net: Net, *sides: list[str]) -> Row:
+    """The second of two runs in the first's speed."""
+    words = [net.run_of(trip.warm + net.steps, f"logging.warmup_steps={trip.warm}", *side) for side in sides]
+    results = [trip.train({"timed": run})[0] for run in words]
+    before, after = (result["throughput"]["samples_per_sec"] for result in results)
+    figure = f"{after / before:.2f}: {after:,.0f} / {before:,.0f} images/s"
+    kept = ("throughput", "step_time_s", "peak_memory_bytes", "verdict")
+    return judged(trip, words, results, figure, runs=[{key: result.get(key) for key in kept} for result in results])
+
+
+def judged(trip: Trip, words: list[list[str]], results: list[Row], figure: str, right: bool = True, **more: Any) -> Row:
+    """A row, with what the runs differ in; graphs that were not used are no answer."""
+    ways = [result.get("graphs") for result in results]
+    asked = ["replayed" if "graphs=true" in run else "launched" for run in words]
+    if not trip.cpu and ways != asked:
+        figure, right = f"{figure}; but graphs were: {ways[0]}, {ways[1]}", False
+    return {"figure": figure, "command": words[1], "right": right, "graphs": ways, **more}
+
+
+def tensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Of a safetensors file: its type, shape and bytes by its name."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    rows = {name: row for name, row in json.loads(raw[8:start]).items() if name != "__metadata__"}
+    places = {name: slice(*(start + end for end in row["data_offsets"])) for name, row in rows.items()}
+    return {name: (row["dtype"], row["shape"], raw[places[name]]) for name, row in rows.items()}
+
+
+def differences(first: Path, second: Path) -> tuple[list[str], int]:
+    """What two runs do not have alike of their tensors, and of steps.csv but for the clocks; the number of tensors."""
+    held: list[dict[str, object]] = []
+    for folder in (first, second):
+        found: dict[str, object] = {}
+        for path in [folder / "last.safetensors", *sorted(folder.glob("checkpoints/*/*.safetensors"))]:
+            found |= {f"{path.relative_to(folder)} {name}": one for name, one in tensors(path).items()}
+        count = len(found)
+        with (folder / "steps.csv").open(newline="") as file:
+            for row in csv.DictReader(file):
+                found |= {f"step {row['step']} {key}": text for key, text in row.items() if key not in CLOCKS}
+        held.append(found)
+    return [name for name in {**held[0], **held[1]} if held[0].get(name) != held[1].get(name)], count
+
+
+def tests(trip: Trip) -> Iterator[Job]:
+    marked = [str(path) for path in sorted(PROJECT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
+    words = ["-m", "pytest", "-m", "gpu", "-v", "--rootdir", str(PROJECT), *marked]
+    yield "tests that need a card", partial(told, trip, words, ["test", "-m", "gpu"])
+
+
+def prove(trip: Trip) -> Iterator[Job]:
+    yield "what of prove measures speed", partial(proved, trip)
+
+
+def proved(trip: Trip) -> Row:
+    minutes = f"minutes={0.9 * trip.left() / 60:.2f}"  # a check that is at work when they are over comes to its end
+    words = ["prove", minutes, f"output={trip.home / 'proof'}", *["devices=[cpu]"] * trip.cpu, *trip.words]
+    row = told(trip, ["-c", FAST, *words], ["prove"])
+    checks = json.loads((trip.home / "proof" / "proof.json").read_text())["checks"]
+    done = [check for check in checks if check["part"] == "fast" and check["status"] != "left out"]
+    more = [{"what": check["title"], "figure": check["line"], "right": check["status"] != "wrong"} for check in done]
+    return {**row, "figure": f"{len(done)} figures", "more": [{**each, "command": ["prove"]} for each in more]}
+
+
+def told(trip: Trip, words: list[str], command: list[str]) -> Row:
+    """The last line of a command, whose output is kept."""
+    log = trip.out / "parts.log"
+    with log.open("a") as file:
+        print("$ python", *words, file=file, flush=True)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen([sys.executable, *words], env=trip.environment, **streams)
+        (code,) = trip.finish([child], trip.left(), lambda: bring(trip.home, trip.out))
+    if code == 124:
+        raise RuntimeError(LATE)
+    return {"figure": last_line(log), "command": command, "right": code == 0, "code": code}
+
+
+def last_line(log: Path) -> str:
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1].strip("= ")
+
+
+def bring(home: Path, out: Path) -> None:
+    """Copy the report as it stands."""
+    for name in REPORT:
+        source = home / "proof" / name
+        if source.is_file() and source.stat().st_size < LARGEST:
+            draft = out / f".{name}"
+            shutil.copyfile(source, draft)
+            draft.replace(out / name)
+
+
+def bring_logs(home: Path, out: Path) -> None:
+    """The words of all runs, as one file: the smallest first, as many as fit."""
+    logs = [*(home / "logs").glob("*.log"), *(home / "proof" / "logs").glob("*.log")]
+    size = 0
+    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+        for log in sorted(logs, key=lambda path: path.stat().st_size):
+            size += log.stat().st_size
+            if size < LARGEST:
+                archive.add(log, log.name)
 
 
 def unpacked(wheels: Path | None, site: Path) -> list[str]:
@@ -57,94 +325,73 @@ def python(home: Path, unpacked: Path) -> str:
     return str(home / "venv" / "bin" / "python")
 
 
-def bring(home: Path, out: Path) -> None:
-    """Copy the report as it stands, and last words of all runs."""
-    for name in REPORT:
-        source = home / "proof" / name
-        if source.is_file() and source.stat().st_size < LARGEST:
-            draft = out / f".{name}"
-            shutil.copyfile(source, draft)
-            draft.replace(out / name)
+def travel(trip: Trip, chosen: list[str], end: float) -> int:
+    """All parts; 0, 1 if something is wrong, 124 if something was not reached."""
+    parts = {"graphs": graphs, "nccl": nccl, "pipeline": pipeline, "tests": tests, "prove": prove}
+    asked = trip.start([sys.executable, "-c", CARD], stdout=subprocess.PIPE, text=True, env=trip.environment)
+    lines: list[str] = []
+    codes = {0}
 
+    def tell(row: Row) -> None:
+        if not lines:
+            card = asked.communicate()[0].strip()
+            lines.extend([f"{card}, {os.cpu_count()} cores", "", "| what | figure | command |", "| --- | --- | --- |"])
+        codes.add({True: 0, False: 1, None: 124}[row["right"]])
+        with (trip.out / "results.jsonl").open("a") as file:
+            print(json.dumps(row), file=file)
+        command = f"`{shlex.join(['./launch.sh', *row['command']])}`" if "command" in row else ""
+        lines.append(f"| {row['what']} | {str(row['figure']).replace('|', '/')} | {command} |")
+        (trip.out / "results.md").write_text("\n".join(lines) + "\n")
+        print(f"[{row['part']}] {row['what']}: {row['figure']}", flush=True)
 
-def bring_logs(home: Path, out: Path) -> None:
-    """The words of all runs, as one file: the smallest first, as many as fit."""
-    logs = sorted((home / "proof" / "logs").glob("*.log"), key=lambda path: path.stat().st_size)
-    size = 0
-    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
-        for log in logs:
-            size += log.stat().st_size
-            if size < LARGEST:
-                archive.add(log, log.name)
-
-
-def run(words: list[str], log: Path, environment: dict[str, str], seconds: float, look) -> int:
-    """Run to the end, or for so many seconds; the exit code, 124 where time was up. `look` is called meanwhile."""
-    end = time.monotonic() + seconds
-    with log.open("w") as file:
-        print("$", *words, file=file, flush=True)
-        child = subprocess.Popen(
-            words, cwd=os.getcwd(), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            while child.poll() is None and time.monotonic() < end and log.stat().st_size < LARGEST:
-                look()
-                time.sleep(min(EVERY, max(0.05, end - time.monotonic())))
-        finally:
-            late = child.poll() is None
-            if late:
-                child.send_signal(signal.SIGTERM)  # it keeps what is done
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-                child.kill()
-            child.wait()
-            look()
-    return 124 if late else child.returncode
+    for number, name in enumerate(chosen):
+        share = SHARES[name] / sum(SHARES[later] for later in chosen[number:])
+        trip.until = time.monotonic() + share * (end - time.monotonic())
+        for what, work in parts[name](trip):
+            row: Row = {"figure": "not reached", "right": None}
+            begun = time.monotonic()
+            if trip.left() > LEAST:
+                try:
+                    row = work()
+                except Exception as error:
+                    row = {"figure": f"FAILED: {error}"[:400], "right": None if str(error) == LATE else False}
+            more = row.pop("more", [])
+            tell({"part": name, "what": what, **row, "seconds": round(time.monotonic() - begun, 1)})
+            for each in more:
+                tell({"part": name, **each})
+    print("\n".join(lines))
+    return 1 if 1 in codes else max(codes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or "first_minutes", help="for results")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all of it")
-    parser.add_argument("--only", choices=["prove", "tests"], help="one of the two")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all of it")
+    parser.add_argument("--only", choices=[*SHARES], action="append", help="these parts")
+    parser.add_argument("--cpu", action="store_true", help="a try on the CPU, with tiny networks")
     parser.add_argument("words", nargs="*", help="words for prove, as in 'devices=[cpu,cpu]'")
     options = parser.parse_args()
-    end = time.monotonic() + 60 * options.minutes
     home, out = HOME.absolute(), Path(options.out).absolute()
-    wheels = home / "wheels"
-    for folder in (out, wheels):
-        folder.mkdir(parents=True, exist_ok=True)
+    inside = INSIDE in os.environ
+    begun = float(os.environ.pop(INSIDE, 0) or time.monotonic())  # a clock of all processes
+    if not inside:
+        for folder in (out, home / "wheels", home / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        unpacked(options.wheels, home / "wheels")
+        paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+        interpreter = python(home, home / "wheels")
+        words = [interpreter, "-m", "tests.first_minutes", *sys.argv[1:]]
+        os.execve(interpreter, words, {**os.environ, "PYTHONPATH": paths, INSIDE: str(begun)})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    unpacked(options.wheels, wheels)
-    interpreter = python(home, wheels)
-    paths = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    environment["TRAINER_PARENT"] = str(os.getpid())  # whom `prove` ends with
-    codes = []
-
-    def left() -> float:
-        return end - time.monotonic()
-
     try:
-        if options.only != "tests":
-            minutes = options.minutes * (PROVING if options.only is None else 0.9)
-            words = ["prove", f"minutes={minutes:.2f}", f"output={home / 'proof'}", *options.words]
-            command = [interpreter, "-m", "trainer", *words]
-            # A check that is at work when the minutes are over comes to its end.
-            limit = left() - (LEAST if options.only is None else 5)
-            codes.append(run(command, out / "prove.log", environment, limit, lambda: bring(home, out)))
-        if options.only != "prove" and left() > LEAST:
-            marked = [
-                str(path) for path in sorted(PROJECT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()
-            ]
-            command = [interpreter, "-m", "pytest", "-m", "gpu", "-v", "--rootdir", str(PROJECT), *marked]
-            codes.append(run(command, out / "tests.log", environment, left() - 5, lambda: None))
+        trip = Trip(home, out, options.cpu, options.words)
+        return travel(
+            trip, [part for part in SHARES if part in (options.only or SHARES)], begun + options.seconds - GRACE
+        )
     finally:
         bring(home, out)
         bring_logs(home, out)
-    print(f"exit codes {codes}; {out} holds {', '.join(sorted(path.name for path in out.iterdir()))}")
-    return next((code for code in codes if code), 0)
 
 
 if __name__ == "__main__":

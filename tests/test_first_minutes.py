@@ -1,4 +1,4 @@
-"""The whole trip on a machine that is at hand for a short while, with stand-ins for what it runs."""
+"""The whole trip on a machine that is at hand for a short while: with stand-ins, and once for real, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,23 +15,41 @@ from pathlib import Path
 import pytest
 
 from tests import first_minutes
+from tests.command_line import environment, ok, result
+from trainer.recipe import load
 
 SCRIPT = Path(first_minutes.__file__)
-PROVE = """
-import importlib.util, json, os, sys, time
+TRAINER = """
+import importlib.util, json, os, struct, sys, time
 from pathlib import Path
-words = dict(word.partition("=")[::2] for word in sys.argv[2:])
-folder = Path(words["output"])
-(folder / "logs").mkdir(parents=True, exist_ok=True)
-(folder / "kept.json").write_text("{}")
-(folder / "logs" / "single.log").write_text("step 20")
-found = importlib.util.find_spec("neededthing") is not None
-print("proving", words["minutes"], "neededthing", found, flush=True)
-if os.environ.get("STUCK"):
-    time.sleep(600)
-for name in ("proof.json", "proof.md", "proof.png"):
-    (folder / name).write_text(json.dumps(words))
-sys.exit(int(os.environ.get("CODE", "0")))
+
+def main():
+    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    folder, net = Path(words["output"]), words.get("model.name", "prove")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    print(net, words.get("minutes"), "neededthing", importlib.util.find_spec("neededthing") is not None, flush=True)
+    if net == "prove":
+        (folder / "kept.json").write_text("{}")
+        (folder / "logs" / "single.log").write_text("step 20")
+    if net in os.environ.get("STUCK", "").split():
+        time.sleep(600)
+    if net in os.environ.get("BROKEN", "").split():
+        sys.exit("no " + net)
+    checks = [{"part": "fast", "status": "measured", "title": "copies", "line": "3 | 4"}]
+    for name in ("proof.json", "proof.md", "proof.png"):
+        (folder / name).write_text(json.dumps({"words": words, "checks": checks}))
+    graphs = words.get("graphs") == "true"
+    way = "replayed" if graphs and net not in os.environ.get("LAUNCHED", "").split() else "launched"
+    speed = {"samples_per_sec": 100.0 + 250.0 * graphs, "std": 1.0}
+    (folder / "result.json").write_text(json.dumps({"graphs": way, "throughput": speed}))
+    weight = 1.0 + 1e-7 * (graphs and net in os.environ.get("DIFFERENT", "").split())
+    head = {"__metadata__": {"recipe": str(words)}, "w": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}
+    head = json.dumps(head).encode()
+    (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + struct.pack("<f", weight))
+    (folder / "steps.csv").write_text(f"step,seconds,train_loss\\n1,{time.time()},0.5\\n")
+
+if __name__ == "__main__":
+    main()
 """
 TESTS = """
 import subprocess, sys
@@ -52,7 +70,9 @@ def machine(tmp_path):
     project, wheels = tmp_path / "project", tmp_path / "wheels"
     for path, text in {
         "trainer/__init__.py": "",
-        "trainer/__main__.py": PROVE,
+        "trainer/__main__.py": TRAINER,
+        "trainer/commands/prove/proving.py": "class Proving: pass",
+        "tests/__init__.py": "",
         "tests/first_minutes.py": SCRIPT.read_text(),
         "tests/test_gpu.py": TESTS,
         "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["gpu"]\n',
@@ -67,63 +87,88 @@ def machine(tmp_path):
     return tmp_path
 
 
-def start(machine, *words, **environment):
-    line = [
-        sys.executable,
-        str(machine / "project" / "tests" / "first_minutes.py"),
-        "--wheels",
-        str(machine / "wheels"),
-    ]
+def start(machine, *words, **variables):
+    line = [sys.executable, str(machine / "project" / "tests" / "first_minutes.py")]
+    line += ["--wheels", str(machine / "wheels"), "--out", str(machine / "out"), *words]
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.Popen(
-        [*line, "--out", str(machine / "out"), *words], cwd=machine, env={**kept, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        line, cwd=machine, env={**kept, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def hurry(machine):
+    """A run may take 4 seconds, its end one."""
+    script = machine / "project" / "tests" / "first_minutes.py"
+    quick = script.read_text().replace("GRACE, RUN = 5.0, 0.2, 10.0, 75.0", "GRACE, RUN = 1.0, 0.1, 1.0, 4.0")
+    assert "75.0" not in quick
+    script.write_text(quick)
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_the_whole_trip(machine):
-    trip = start(machine, "--minutes", "2", "devices=[cpu,cpu]")
+    parts = [word for part in ("graphs", "pipeline", "tests", "prove") for word in ("--only", part)]
+    trip = start(machine, "--seconds", "120", *parts, "devices=[cpu,cpu]")
     output, _ = trip.communicate(timeout=120)
     assert trip.returncode == 0, output
     out = machine / "out"
     assert {path.name for path in out.iterdir()} == {
-        "proof.json", "proof.md", "proof.png", "kept.json", "prove.log", "tests.log", "logs.tar.gz",
-    }  # fmt: skip
-    words = json.loads((out / "proof.json").read_text())
-    assert words["devices"] == "[cpu,cpu]" and float(words["minutes"]) == pytest.approx(1.3)
-    assert "neededthing True" in (out / "prove.log").read_text(), "what is missing came with a wheel"
+        *("proof.json", "proof.md", "proof.png", "kept.json", "parts.log", "logs.tar.gz"),
+        *("results.jsonl", "results.md"),
+    }
+    words = json.loads((out / "proof.json").read_text())["words"]
+    assert words["devices"] == "[cpu,cpu]" and 1 < float(words["minutes"]) < 2
+    assert "neededthing True" in (out / "parts.log").read_text(), "what is missing came with a wheel"
     assert not (machine / "runs" / "first_minutes" / "wheels" / "torch").exists(), "what is installed stays as it is"
-    assert "1 passed, 1 deselected" in (out / "tests.log").read_text()
+    assert "1 passed, 1 deselected" in (out / "parts.log").read_text()
+    found = rows(out)
+    assert [row["figure"][:4] for row in found if row["part"] == "graphs"] == ["equa", "3.50"] * len(first_minutes.NETS)
+    assert [row["figure"][:4] for row in found if row["part"] == "pipeline"] == ["1.00", "1.00"]
+    table = [line.split(" | ") for line in (out / "results.md").read_text().splitlines() if line.startswith("| ")]
+    assert {len(cells) for cells in table} == {3} and len(table) == len(found) + 2
     with tarfile.open(out / "logs.tar.gz") as archive:
-        assert archive.getnames() == ["single.log"]
+        assert "single.log" in archive.getnames() and "000-launched.log" in archive.getnames()
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_its_exit_code_and_the_tests_run_all_the_same(machine):
-    trip = start(machine, "--minutes", "2", CODE="3")
+def test_what_is_wrong_or_hangs_is_told_and_all_else_is_done(machine):
+    hurry(machine)
+    words = ["--seconds", "90", "--only", "graphs", "--only", "tests"]
+    trip = start(machine, *words, DIFFERENT="resnet20", STUCK="resnet50", BROKEN="fast_cnn", LAUNCHED="vit_b_16")
     output, _ = trip.communicate(timeout=120)
-    assert trip.returncode == 3 and "exit codes [3, 0]" in output
+    assert trip.returncode == 1, output
+    found = rows(machine / "out")
+    assert [row["right"] for row in found] == [False, True, *[None] * 6, False, False, False, False, True]
+    assert found[0]["differ"] == ["last.safetensors w"] and "DIFFERENT" in found[0]["figure"]
+    assert "no fast_cnn" in found[8]["figure"]
+    assert all("graphs were: launched, launched" in row["figure"] for row in found[10:12]), "nothing was replayed"
 
 
 @pytest.mark.slow
 def test_time_that_is_up_ends_it_with_what_is_done(machine):
-    trip = start(machine, "--minutes", "0.15", "--only", "prove", STUCK="1")
+    hurry(machine)
+    words = ["--seconds", "14", "--only", "graphs", "--only", "prove"]
+    trip = start(machine, *words, STUCK="resnet20 resnet50 fast_cnn vit_b_16 prove")
     output, _ = trip.communicate(timeout=60)
     assert trip.returncode == 124, output
-    assert (machine / "out" / "kept.json").exists() and "exit codes [124]" in output
+    assert (machine / "out" / "kept.json").exists()
+    figures = [row["figure"] for row in rows(machine / "out")]
+    assert figures[0] == figures[-1] == "FAILED: time was up" and figures[-2] == "not reached"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_cut_off_it_has_brought_home_what_was_done(number, machine):
-    trip = start(machine, "--minutes", "5", STUCK="1")
+    trip = start(machine, "--only", "prove", STUCK="prove")
     end = time.monotonic() + 60
     while not (machine / "out" / "kept.json").exists() and time.monotonic() < end:
         time.sleep(0.05)
     trip.send_signal(number)
     trip.communicate(timeout=60)
-    assert {"kept.json", "prove.log"} <= {path.name for path in (machine / "out").iterdir()}
-    assert "proving" in (machine / "out" / "prove.log").read_text()
+    assert {"kept.json", "parts.log"} <= {path.name for path in (machine / "out").iterdir()}
+    assert "minutes=" in (machine / "out" / "parts.log").read_text()
 
 
 def test_what_is_too_large_stays_where_it_is(tmp_path):
@@ -139,3 +184,30 @@ def test_what_is_too_large_stays_where_it_is(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["logs.tar.gz", "proof.md"]
     with tarfile.open(out / "logs.tar.gz") as archive:
         assert archive.getnames() == ["small.log"]
+
+
+@pytest.mark.parametrize("net", [*first_minutes.NETS, *first_minutes.TINY], ids=lambda net: net.title)
+def test_words_of_its_runs_are_words_of_recipes(net):
+    assert load(None, *net.run_of(12, *first_minutes.COMPARED.split(), "mode=single")).batch_size == net.batch
+
+
+def test_runs_that_differ_in_a_bit_differ_and_equal_ones_do_not(tmp_path):
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=4", *first_minutes.COMPARED.split()]
+    for name, lr in {"a": "0.001", "b": "0.001", "c": "0.00101"}.items():
+        ok(*words, "save.every_steps=2", f"optimizer.lr={lr}", f"output={tmp_path / name}")
+    differ, count = first_minutes.differences(tmp_path / "a", tmp_path / "b")
+    assert differ == [] and count > 20 and result(tmp_path / "a")["steps"] == 4
+    differ, _ = first_minutes.differences(tmp_path / "a", tmp_path / "c")
+    kinds = {name.split("/")[-1].split(".")[0] for name in differ}
+    assert {"last", "model", "ema"} <= kinds and any(name.startswith("step ") for name in differ)
+
+
+@pytest.mark.slow
+def test_a_try_on_the_cpu_runs_the_real_commands(tmp_path):
+    parts = [word for part in ("graphs", "nccl", "pipeline") for word in ("--only", part)]
+    line = [sys.executable, str(SCRIPT), "--cpu", "--out", str(tmp_path / "out"), "--seconds", "240", *parts]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(tmp_path / "out")
+    assert [row["part"] for row in found] == ["graphs"] * 4 + ["nccl"] + ["pipeline"] * 2
+    assert all(row["figure"].startswith("equal to the bit") for row in (*found[0:4:2], found[4]))

@@ -98,6 +98,14 @@ NOT_RUN = {
         "python tests/benchmarks/pool.py heavy",
         "python tests/benchmarks/plan_accuracy.py",
         "python tests/benchmarks/compare_verdicts.py --steps 200",
+        "./launch.sh recipe=resnet50 mode=single model.name=resnet18 data.root=FOLDER batch_size=256 "
+        "precision=bf16 epochs=2 logging.every_steps=10 save.every_epochs=null",
+        "./launch.sh recipe=resnet50 mode=single model.name=resnet18 data.root=FOLDER batch_size=256 "
+        "precision=bf16 epochs=2 logging.every_steps=10 save.every_epochs=null data.cache=disk",
+        "./launch.sh recipe=cifar10_fast precision=bf16 model.name=fast_cnn epochs=10 data.name=imagefolder "
+        "data.root=FOLDER",
+        "./launch.sh recipe=cifar10 precision=bf16 mode=single data.name=imagefolder data.root=FOLDER",
+        "python tests/benchmarks/images_per_second.py --batch 256 --precision bf16",
     ),
     "waits until it is stopped": (
         "python -c \"import signal, torch.distributed as d; kept = d.TCPStore('0.0.0.0', 29400, is_master=True); "
@@ -136,6 +144,12 @@ NOT_RUN = {
         "./launch.sh recipe=resnet50 mode=split 'devices=[cuda:0,cuda:1]'",
         "./launch.sh recipe=resnet50 mode=pipeline 'devices=[cuda:0,cuda:1]' pipeline.recompute=true",
         "./launch.sh predict runs/first photos 'devices=[cuda:0,cuda:1,cpu]'",
+        *(
+            typed.text
+            for page in PAGES
+            for typed in commands(page)
+            if "data.name=synthetic data.image_size" in typed.text
+        ),
     ),
     "takes days without a GPU": (
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",

@@ -130,7 +130,7 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     if reading.bound is not None:
         line += f": at that speed the {reading.bound} limits the run"
     cache = f"data.cache=disk: {reading.cached_samples_per_sec:,.4g} images/s, {as_size(reading.cache_bytes)} "
-    cache += f"({as_size(reading.jpeg_cache_bytes)} with data.cache_format=jpeg), made in "
+    cache += f"({as_size(reading.jpeg_cache_bytes)} with data.cache_format=jpeg), made in at least "
     return {"reading": line, "cache": cache + duration(reading.cache_seconds)}
 
 

@@ -46,7 +46,7 @@ class Estimate:
 
     photos: int  # to be prepared
     bytes: int  # their size in the cache
-    seconds: float  # for one process
+    seconds: float  # to read and decode them in one process: workers also start, write and share a memory
 
 
 def missing(packing: Packing, home: Path) -> list[int]:
@@ -67,12 +67,13 @@ def estimate(paths: Sequence[bytes], how: Format) -> Estimate:
     return Estimate(len(paths), int(len(paths) * sum(sizes) / max(1, len(sizes))), len(paths) * seconds)
 
 
-def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float) -> None:
+def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float, ranks: int = 1) -> None:
     """Build the missing blocks with `workers` processes; returns when none is missing, whoever built them.
 
     Args:
-        show: a progress bar, or lines of progress.
+        show: a progress bar, or lines of progress, the first as soon as a block shows how long they take.
         patience: seconds without progress of any process, after which it raises.
+        ranks: processes of this machine that build it with as many workers, this one among them.
 
     Raises:
         DiskFullError, SetupError: `home` cannot be written.
@@ -81,19 +82,26 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     absent = missing(packing, home)
     if not absent:
         return
-    progress, since_moved, written = Progress(len(absent), show, "cache", "block"), AwakeClock(), _drafted(home)
+    since_moved, written, built, took = AwakeClock(), _drafted(home), 0, 0.0
+    sizes = [len(paths) for paths in packing.paths]
+    progress = Progress(sum(sizes[n] for n in absent), show, "cache", "photo", first=0.0)
     exchanged: set[int] = set()  # blocks whose photos changed meanwhile: these are not cached
     context = fork_server.context("torchvision", "trainer.data.cache.building")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
     try:
         while absent:
             random.shuffle(absent)  # so that ranks and jobs take different ones
-            asked = {pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how): n for n in absent}
+            asked = {pool.submit(task, str(home), packing.keys[n].tobytes(), packing.paths[n], how): n for n in absent}
             for done in as_completed(asked):
-                if done.result() is Made.EXCHANGED:
+                made, seconds = done.result()
+                if made is Made.EXCHANGED:
                     exchanged.add(asked[done])
-                if done.result() is not Made.ELSEWHERE:
-                    progress.more()
+                if made is Made.BUILT:
+                    built, took = built + sizes[asked[done]], took + seconds
+                if built and progress.due():
+                    lack = [n for n in missing(packing, home) if n not in exchanged]  # others build, too
+                    each = took / built / max(1, min(workers * ranks, len(lack)))
+                    progress.left(sum(sizes[n] for n in lack), each)
             before, absent = len(absent), [n for n in missing(packing, home) if n not in exchanged]
             drafts, written = written, _drafted(home)
             if len(absent) < before or written != drafts:
@@ -105,7 +113,7 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
                 )
             else:
                 time.sleep(POLL)
-            progress.left(len(absent))
+            progress.left(sum(sizes[n] for n in absent))
     except BrokenProcessPool:
         raise PeerError(
             "a process that built the cache died (killed, or out of memory): type the same again, it goes on; "
@@ -122,9 +130,15 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
 
 
 class Made(Enum):
-    """Result of building a block: it exists; another process builds it; its photos have changed meanwhile."""
+    """Result of making a block: it was built; it exists; another process builds it; its photos have changed."""
 
-    THERE, ELSEWHERE, EXCHANGED = range(3)
+    BUILT, THERE, ELSEWHERE, EXCHANGED = range(4)
+
+
+def task(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> tuple[Made, float]:
+    """`make`, and the seconds that it took."""
+    start = time.perf_counter()
+    return make(home, key, paths, how), time.perf_counter() - start
 
 
 def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
@@ -141,6 +155,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
                 if key_of(paths, how) != key:
                     return Made.EXCHANGED
                 os.replace(draft, path)
+                return Made.BUILT
         except FileNotFoundError:  # another machine was faster, on a disk whose locks it does not see
             if not path.exists():
                 raise

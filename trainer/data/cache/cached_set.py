@@ -20,7 +20,7 @@ from trainer.processes.rank import Place
 from trainer.processes.resources import cores
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
-from trainer.telemetry.readable import as_size, duration
+from trainer.telemetry.readable import as_size
 
 AUTO = ("raw", "jpeg")  # the formats that data.cache=auto tries, in this order
 FRACTION = 0.5  # of a disk's free room that data.cache=auto takes
@@ -128,10 +128,7 @@ def _filled(
     building.require_room(home, needed, how, recipe.data.cache == "ram")
     options = recipe.data.workers
     workers = options if isinstance(options, int) and options else max(1, cores() // place.local_size)
-    say(
-        f"  cache: {needed.photos:,} photos to {home}, about {as_size(needed.bytes)} in "
-        f"{duration(needed.seconds / (workers * place.local_size))}"
-    )
+    say(f"  cache: {needed.photos:,} photos to {home}, about {as_size(needed.bytes)}")
     show = recipe.logging.progress and place.local_rank == 0
-    building.build(packing, how, home, workers, show, recipe.timeout)
+    building.build(packing, how, home, workers, show, recipe.timeout, place.local_size)
     return home, packing

@@ -81,7 +81,9 @@ def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
     cuda = runs.on_cuda(words)
     assert cuda.errors == [] and cuda.result["status"] == "completed"
     assert cuda.waits_in_steps() == {}
+    assert cuda.held == [True] and cuda.result["launch_bound_fraction"] > 0.5, "nothing is queued on these cards"
     cpu = runs.on_cpu(words)
+    assert cpu.result["launch_bound_fraction"] is None and cpu.result["verdict"]["step"]["launches"] == 0
     tolerance = 2e-2 if "bf16" in words or "fp16" in words else 1e-4
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(torch.tensor(cuda.losses), torch.tensor(cpu.losses), **close)
@@ -252,7 +254,7 @@ def test_every_branch_for_cuda_runs(tmp_path, full):
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
     for case, found in ranks.both()["cases"].items():
-        assert found["errors"] == [[], []], case
+        assert found["errors"] == [[], []] and found["held"] == [[True], [True]], case
         assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
         waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED.get(case, set())
         # Torch's layer looks at values, which ranks have rows.

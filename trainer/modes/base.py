@@ -128,6 +128,10 @@ class Strategy:
         """Keep what later calls need of the model as it trains."""
         self._parameters = list(self.named_parameters().values())
 
+    def modules(self) -> list[nn.Module]:
+        """The model, or this rank's stages of it."""
+        return [self.module]
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters under the plain model's names."""
         return dict(self.module.named_parameters())

@@ -108,6 +108,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "current_stream": machine.current_stream,
         "default_stream": lambda device=None: machine.default[index(device)],
         "synchronize": machine.synchronize,
+        "_sleep": lambda cycles: machine.order.kernel(machine.current_stream()),
         "is_current_stream_capturing": lambda: False,
         "manual_seed": machine.seed,
         "manual_seed_all": machine.seed_all,

@@ -123,7 +123,7 @@ def play(timer, clock, device, steps, window, pieces=1):
     return device.starved
 
 
-HOST, BOTH, DEVICE, SLOW = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0.001, 0.0), (0.003, 0.001, 0.05)
+HOST, BOTH, DEVICE, LATE = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0.001, 0.0), (0.003, 0.001, 0.05)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -135,7 +135,7 @@ HOST, BOTH, DEVICE, SLOW = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0
         ([DEVICE] * 100, 0.2),  # in windows of one step, in which nothing tells that it is not the host
         ([BOTH] * 100, 0.9),
         ([(0.0002, 0.001, 0.05)] * 100, 0.04),  # images, and what is issued behind them
-        ([SLOW] * 100, 0.13),
+        ([LATE] * 100, 0.13),
         (([DEVICE] * 5 + [HOST] * 5) * 10, 0.5),
     ],
     ids=["host", "device", "both", "data", "data and host", "mixed"],

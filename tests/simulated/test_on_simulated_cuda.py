@@ -12,6 +12,7 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
+from tests.telemetry.event_values import scalars
 from trainer.commands.compare.comparing import _stands_in
 from trainer.commands.compare.entries import Entry
 from trainer.commands.doctor import software
@@ -167,8 +168,10 @@ def everywhere(folder):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
     photos = f"data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 data.workers=0 batch_size=2"
+    trained = runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run")
+    shown = scalars(folder / "run")["speed/launch_bound_pct"]
     assert (
-        runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run").errors == []
+        trained.errors == [] and [step for step, _ in shown] == [1, 2] and all(0 < value <= 100 for _, value in shown)
     )
     with runs.alone(), simulated(2) as machine:
         for use in (uses.timed, uses.sent, uses.communicated, uses.probed, uses.broken):

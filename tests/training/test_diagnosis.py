@@ -210,6 +210,15 @@ def test_a_short_run_says_what_launches_may_be(monkeypatch):
     assert "up to 9" in found.unmeasured and "computing" not in found.sentence
 
 
+def test_zeros_that_are_faster_than_images_are_no_launches(monkeypatch):
+    """A card that has little to switch may run faster: no more is launches than the run's own steps allow."""
+    run = Simulated(monkeypatch, [DEVICE] * 100, 1)
+    run.kernel = (0.0002, 0.0001, 0.0)
+    found = diagnosis.diagnose(run)
+    assert found.probe_seconds > 0
+    assert found.step["launches"] == pytest.approx(run.timer.summary(8).launch_bound_fraction)
+
+
 @pytest.mark.parametrize(
     ("other", "beyond", "bound"),
     [

@@ -176,7 +176,7 @@ class StepTimer:
             found.append(max(0.0, issued - reached - reading))
             reached, before = reached + duration, issued
         rows = [*zip(found, durations, waits, strict=True)]
-        self._own = min((duration for launch, duration, wait in rows if launch == wait == 0), default=self._own)
+        self._own = min((duration for launch, duration, _ in rows if launch == 0), default=self._own)
         return [min(launch, max(0.0, duration - wait - self._own)) for launch, duration, wait in rows]
 
     def lap(self) -> tuple[int, float]:

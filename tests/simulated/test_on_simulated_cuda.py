@@ -1,6 +1,7 @@
 """The project on simulated CUDA devices: no race, no reuse, no mix-up, no wait in a step, and the maths of the CPU."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
+from tests.telemetry.event_values import scalars
 from trainer.commands.compare.comparing import _stands_in
 from trainer.commands.compare.entries import Entry
 from trainer.commands.doctor import software
@@ -81,7 +83,9 @@ def test_a_run_on_cuda_is_the_run_on_the_cpu(words):
     cuda = runs.on_cuda(words)
     assert cuda.errors == [] and cuda.result["status"] == "completed"
     assert cuda.waits_in_steps() == {}
+    assert cuda.held == [True] and 0 < cuda.result["launch_bound_fraction"] <= 1
     cpu = runs.on_cpu(words)
+    assert cpu.result["launch_bound_fraction"] is None and cpu.result["verdict"]["step"]["launches"] == 0
     tolerance = 2e-2 if "bf16" in words or "fp16" in words else 1e-4
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(torch.tensor(cuda.losses), torch.tensor(cpu.losses), **close)
@@ -164,8 +168,10 @@ def everywhere(folder):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (40 * card,) * 3).save(folder / split / f"class{card % 2}" / f"{card}.png")
     photos = f"data.name=imagefolder data.root={folder} data.channels=3 data.image_size=96 data.workers=0 batch_size=2"
+    trained = runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run")
+    shown = scalars(folder / "run")["speed/launch_bound_pct"]
     assert (
-        runs.train_on_cuda(f"mode=single model.name=mlp {photos} logging.tensorboard=true", folder / "run").errors == []
+        trained.errors == [] and [step for step, _ in shown] == [1, 2] and all(0 < value <= 100 for _, value in shown)
     )
     recorded = "mode=single model.name=mlp graphs=true data.samples=80 epochs=2"
     assert runs.train_on_cuda(recorded, folder / "recorded").errors == []
@@ -254,7 +260,7 @@ def test_every_branch_for_cuda_runs(tmp_path, full):
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
     for case, found in ranks.both()["cases"].items():
-        assert found["errors"] == [[], []], case
+        assert found["errors"] == [[], []] and found["held"] == [[True], [True]], case
         assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
         waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED.get(case, set())
         # Torch's layer looks at values, which ranks have rows.
@@ -329,10 +335,13 @@ def test_who_asks_the_first_card_for_all_is_found(asked, monkeypatch):
             check_unlike()
 
 
-def test_a_bubble_is_told_with_what_launching_may_hide():
-    """Nothing is queued on these cards: all the time in which a stage counts as working, the host launches it."""
+def test_a_bubble_is_told_with_what_launching_may_hide(tmp_path, monkeypatch):
+    """Nothing is queued on these cards: all the time in which a stage counts as working, the host launches it. In a
+    run that is long enough to look at held ones nothing is left open."""
     words = f"mode=pipeline model.name=mlp pipeline.microbatches=4 pipeline.cuts=[1] {TWO}"
-    results = runs.on_cuda(words).result, runs.on_cpu(words).result
+    assert "more may be idle" not in (runs.on_cuda(words).result["verdict"]["unmeasured"] or "")
+    monkeypatch.setattr(runs, "_looking", lambda: nullcontext([]))
+    results = runs.train_on_cuda(words, tmp_path / "run").result, runs.on_cpu(words).result
     cuda, cpu = (result["pipeline"] for result in results)
     assert cuda["bubble_measured"] < 0.95 < cuda["bubble_at_most"] <= 1.001
     assert cpu["bubble_at_most"] == cpu["bubble_measured"]

@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -31,17 +32,18 @@ from trainer.models.zoo import build
 from trainer.modes import fsdp
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.tuning import Plan
-from trainer.optim.optimization import Updater
+from trainer.optim.optimization import MovingAverage, Updater
 from trainer.optim.optimizers import build_optimizer
 from trainer.pool.transport import pack, pack_rows
 from trainer.pool.worker import Caller
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load
+from trainer.saving.checkpoint import Position
 from trainer.saving.saver import Saver
 from trainer.saving.tensor_files import Piece
 from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
-from trainer.training import snapshots
+from trainer.training import diagnosis, snapshots
 
 CARD = torch.device("cuda", 0)
 ROWS = 8
@@ -212,6 +214,20 @@ def probed(machine):
         speed_probe.PASS = passes
 
 
+def held(machine):
+    """A step issued to a card that is held, as a run's end does it: weights and buffers stay."""
+    strategy = strategy_on((0,), "mode=single ema=0.9", build(ModelRecipe(name="cnn"), 10, 1, 4))
+    run = SimpleNamespace(strategy=strategy, world=strategy.world, recipe=strategy.recipe, position=Position(1, 0, 1))
+    run.optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
+    run.updater = Updater(run.optimizer, run.recipe, CARD, None)
+    run.average = MovingAverage(strategy.named_parameters(), 0.9)
+    run.loader = SimpleNamespace(samples_per_step=ROWS)
+    before = {name: tensor.clone() for name, tensor in strategy.module.state_dict().items()}
+    expect(min(diagnosis._own_seconds(run, 1.0, 0.5, 0.1, 9.0)) > 0)
+    expect(all(torch.equal(tensor, before[name]) for name, tensor in strategy.module.state_dict().items()))
+    expect(diagnosis._own_seconds(run, 1.0, 0.5, 0.1, 1.9) is None)
+
+
 def copied(machine):
     """Batches go past the computing, two at a time, and their memory is given away as soon as nobody holds it."""
     copies = Copies(CARD)
@@ -332,6 +348,7 @@ USES = {
     "data/photos/copies.py": [copied],
     "telemetry/clocks.py": [timed, communicated, probed, saved],
     "training/snapshots.py": [saved],
+    "training/diagnosis.py": [held],
     "commands/plan/speed_probe.py": [probed],
     "commands/prove/bare_loop.py": [proved],
     "commands/prove/prove_probe.py": [proved],

@@ -56,6 +56,7 @@ class Device:
 
     def __init__(self, clock, monkeypatch):
         self.clock, self.free = clock, clock.now
+        self.starved = 0.0  # seconds in which it had nothing to do
         device = self
 
         class Event:
@@ -72,6 +73,7 @@ class Device:
         monkeypatch.setattr(clocks, "synchronise", lambda devices: self.synchronise())
 
     def work(self, seconds):
+        self.starved += max(0.0, self.clock.now - self.free)
         self.free = max(self.clock.now, self.free) + seconds
 
     def synchronise(self):
@@ -118,6 +120,77 @@ def test_what_a_pause_takes_is_no_steps(monkeypatch, kind):
     steps, seconds, _ = timer.stop()
     assert (steps, seconds) == (12, pytest.approx(12 * (0.3 if kind == "cuda" else 0.5), abs=0.41))
     assert max(timer.steps) < 0.71 and timer.summary(8).throughput.samples_per_sec > 8 / 0.71
+
+
+def play(timer, clock, device, steps, window, pieces=1):
+    """Steps of ten kernels, each (seconds of the host to issue one, of the device for one, of reading); the seconds in
+    which the device waited for anything but data."""
+    for number, (issue, work, reading) in enumerate(steps, 1):
+        waited = 0.0
+        for _ in range(pieces):
+            timer.ask()
+            idle = max(device.free, clock.now)
+            clock.now += reading / pieces
+            waited += timer.arrive()
+            device.starved -= max(0.0, clock.now - idle)
+            for _ in range(8 // pieces):
+                clock.now += issue
+                device.work(work)
+        timer.update()
+        for _ in range(2):
+            clock.now += issue
+            device.work(work)
+        timer.step(waited)
+        if number % window == 0:
+            timer.stop()
+    return device.starved
+
+
+HOST, BOTH, DEVICE, LATE = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0.001, 0.0), (0.003, 0.001, 0.05)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("window", [1, 50])
+@pytest.mark.parametrize(
+    ("steps", "beyond"),
+    [
+        ([HOST] * 100, 0.34),  # the device works a third of the time, which no event tells apart
+        ([DEVICE] * 100, 0.2),  # in windows of one step, in which nothing tells that it is not the host
+        ([BOTH] * 100, 0.9),
+        ([(0.0002, 0.001, 0.05)] * 100, 0.04),  # images, and what is issued behind them
+        ([LATE] * 100, 0.13),
+        (([DEVICE] * 5 + [HOST] * 5) * 10, 0.5),
+    ],
+    ids=["host", "device", "both", "data", "data and host", "mixed"],
+)
+def test_a_device_that_waits_for_launches_is_seen(monkeypatch, steps, beyond, window, pieces):
+    """At most what is told, and where windows are long enough to tell, no more than that."""
+    clock = Clock(monkeypatch)
+    device = Device(clock, monkeypatch)
+    timer = StepTimer([torch.device("cuda", 0)], warmup=0)
+    truth = play(timer, clock, device, steps, window, pieces) / sum(timer.steps)
+    told = timer.summary(8).launch_bound_fraction
+    assert truth - 1e-9 <= told <= truth + beyond, (truth, told)
+    if window > 1 and steps[0] in (DEVICE, BOTH):
+        assert told == pytest.approx(truth, abs=0.02)
+    assert told + timer.summary(8).data_wait_fraction <= 1 + 1e-9
+    assert timer.latest_launches == pytest.approx(told, abs=0.02) or steps[0] != steps[-1] or window == 1
+
+
+def test_what_a_window_tells_of_launches_is_its_own(monkeypatch):
+    clock = Clock(monkeypatch)
+    device = Device(clock, monkeypatch)
+    timer = StepTimer([torch.device("cuda", 0)], warmup=10)
+    shares = []
+    for kind in (HOST, DEVICE, HOST):
+        play(timer, clock, device, [kind] * 50, 50)
+        shares.append(timer.latest_launches)
+    assert shares[0] == pytest.approx(1 - 0.001 / 0.03, abs=1e-3) and shares[1] < 0.02, shares
+    assert shares[2] == pytest.approx(2 / 3, abs=0.01), "steps that waited for none have told how long one is"
+    assert timer.launches[1] == pytest.approx(9 * 0.029), "warm-up, without the first step"
+    cpu = StepTimer([torch.device("cpu")], warmup=0)
+    drive(cpu, clock, steps=4, per_window=2)
+    assert cpu.summary(8).launch_bound_fraction is None
 
 
 def test_one_window_of_one_step_has_no_spread():

@@ -1,5 +1,6 @@
 """What TensorBoard is told to show first, together, and in its table of runs."""
 
+import itertools
 import re
 
 import pytest
@@ -72,7 +73,8 @@ def layout(**settings):
 
 def test_charts_of_all_modes_are_the_same_so_that_runs_share_them():
     """TensorBoard takes two charts for one only where they are equal."""
-    every = [layout(communication=known, pipeline=pipeline) for known in (False, True) for pipeline in (False, True)]
+    kinds = itertools.product((False, True), repeat=3)
+    every = [layout(communication=known, pipeline=pipeline, gpu=gpu) for known, pipeline, gpu in kinds]
     for rows in zip(*(one.category for one in every), strict=False):
         known = {chart.title: chart for chart in rows[-1].chart}
         assert all(chart == known[chart.title] for row in rows for chart in row.chart)
@@ -101,6 +103,8 @@ def test_the_charts_answer_questions():
     ]
     parts = [title.split(",")[0] for title in found["where a step's time goes"]]
     assert parts == ["data", "compute", "optimizer", "communication", "bubble"]
+    waits = [tags for tags in charts(gpu=True)["where a step's time goes"].values()][3:]
+    assert waits == [["speed/launch_bound_pct$"]]
     assert len(charts()["where a step's time goes"]) == 3, "no empty charts of what a mode does not have"
 
 

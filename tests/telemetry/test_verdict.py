@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.pages import GUIDE
 from tests.typed import odd
 from trainer.devices import precision
-from trainer.recipe import load
+from trainer.recipe import Recipe, load
 from trainer.telemetry import verdict
 from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, Verdict, judge, shares
 
+FASTER = ("compile=true", "graphs=true")
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
 
 
@@ -22,15 +25,17 @@ def no_bf16(monkeypatch):
 
 
 def test_shares_add_up_to_one():
-    parts = shares(StepParts(1.0, data=0.1, optimizer=0.05, logging=0.05, communication=0.2, bubble=0.25))
-    assert parts == pytest.approx(
-        {"data": 0.1, "compute": 0.4, "communication": 0.2, "bubble": 0.2, "optimizer": 0.05, "logging": 0.05}
-    )
+    measured = StepParts(1.0, data=0.1, optimizer=0.05, logging=0.05, communication=0.2, bubble=0.25)
+    rest = {"communication": 0.2, "optimizer": 0.05, "logging": 0.05}
+    parts = shares(measured)
+    assert parts == pytest.approx({"data": 0.1, "compute": 0.4, "launches": 0.0, "bubble": 0.2, **rest})
+    launching = shares(replace(measured, launches=0.4))
+    assert launching == pytest.approx({"data": 0.1, "compute": 0.1, "launches": 0.4, "bubble": 0.1, **rest})
     assert next(iter(parts)) == "data" and sum(parts.values()) == pytest.approx(1)
 
 
 def test_parts_that_overlap_never_exceed_the_step():
-    parts = shares(StepParts(1.0, data=0.8, optimizer=0.5, communication=3.0))
+    parts = shares(StepParts(1.0, data=0.8, optimizer=0.5, communication=3.0, launches=2.0))
     assert parts["data"] == 0.8 and parts["optimizer"] == pytest.approx(0.2) and parts["compute"] == 0
     assert sum(parts.values()) == pytest.approx(1)
 
@@ -131,7 +136,9 @@ def test_sentences():
 def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, bound, overrides):
     recipe = load(None, "mode=pipeline", "channels_last=false")
     found = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, recipe, Setting(2, gpu=True))
-    assert (found.bound, [word for word in found.overrides if word != "compile=true"]) == (bound, overrides)
+    assert (found.bound, [word for word in found.overrides if word not in FASTER]) == (bound, overrides)
+    assert ("compile=true" in found.overrides) == (bound == "compute" and most - bubble < 0.5), "arithmetic bounds it"
+    assert ("computing" in found.sentence) == (bound == "compute" and most - bubble < 0.5)
     told = f"up to {most - bubble:.0%} of the step more may be idle"
     assert (told in found.sentence and told in (found.unmeasured or "")) == (most > 0.2)
     assert found.unmeasured or most < 0.2
@@ -139,6 +146,47 @@ def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, boun
     asked = judge(StepParts(1, bubble=bubble, bubble_at_most=most), RUN, by_hand, Setting(2, gpu=True))
     assert (asked.overrides[0] == "pipeline.microbatches=auto") == (most > 0.5)
     assert sum(found.step.values()) == pytest.approx(1)
+
+
+GPU = Setting(gpu=True)
+GRAPHS = ["graphs=true"] if "graphs" in Recipe.model_fields else []
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "split", "pipeline", "fsdp", "local_sgd"])
+def test_a_gpu_that_waits_for_python_is_told(mode):
+    """With what makes fewer launches, or costs none; faster arithmetic would not be felt."""
+    recipe, setting = load(None, f"mode={mode}", "channels_last=false"), Setting(2, gpu=True)
+    setting = replace(setting, processes=1) if recipe.traits.processes == "one" else setting
+    found = judge(StepParts(1, launches=0.67, optimizer=0.05), RUN, recipe, setting)
+    assert found.bound == "launches" and found.step["launches"] == 0.67 and found.step["compute"] == pytest.approx(0.28)
+    assert re.search(r"^the GPU waits at least 67% .*Python", found.sentence) and found.unmeasured is None
+    assert [word for word in found.overrides if word not in GRAPHS] == ["batch_size=256"]
+    assert "computing" not in found.sentence
+
+
+def test_graphs_are_advised_where_the_recipe_can_have_them(monkeypatch):
+    tried = []
+    monkeypatch.setattr(verdict, "_possible", lambda words, *_: tried.extend(words) or list(words))
+    for parts in (StepParts(1, launches=0.5), StepParts(1, launches_at_most=0.5)):
+        assert judge(parts, RUN, load(None), GPU).overrides[0] == "graphs=true" and "graphs=true" in tried
+    for parts in (StepParts(1), StepParts(1, launches_at_most=0.1), StepParts(1, data=0.4, launches=0.3)):
+        assert "graphs=true" not in judge(parts, RUN, load(None), GPU).overrides
+    replayed = SimpleNamespace(graphs=True, batch_size=128, pipeline=load(None).pipeline)
+    monkeypatch.setattr(verdict, "wider_batch", lambda *_: None)
+    assert verdict._advice("launches", StepParts(1, launches=0.5), replayed, GPU) == ["batch_size=256"]
+
+
+def test_launches_that_were_not_measured_are_no_computing():
+    found = judge(StepParts(1, optimizer=0.1, launches_at_most=0.95), RUN, load(None, "mode=single"), GPU)
+    assert found.bound == "compute" and "computing" not in found.sentence and "up to 95% " in found.sentence
+    assert "up to 95% " in (found.unmeasured or "")
+    assert [word for word in found.overrides if word not in GRAPHS] == ["batch_size=256"]
+    muon = judge(StepParts(1, optimizer=0.43, launches_at_most=0.95), RUN, load(None, "mode=single"), GPU)
+    assert muon.bound == "optimizer" and "up to 95% " in muon.sentence
+    few = judge(StepParts(1, launches_at_most=0.1), RUN, load(None, "mode=single"), GPU)
+    assert "computing" in few.sentence and "up to 10% " in few.sentence and "compile=true" in few.overrides
+    none = judge(StepParts(1, launches_at_most=0.04), RUN, load(None, "mode=single"), GPU)
+    assert "up to" not in none.sentence and none.unmeasured is None
 
 
 def test_few_images_a_gpu_are_told():

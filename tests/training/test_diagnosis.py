@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.command_line import losses, ok, result
+from tests.telemetry.test_clocks import BOTH, DEVICE, HOST, LATE, Clock, Device, play
+from trainer.modes.base import Communication
+from trainer.processes.rank import Place
+from trainer.processes.world import World
+from trainer.recipe import load
+from trainer.telemetry.clocks import Ledger, StepTimer
+from trainer.training import diagnosis
 
 SLOW = """
     import time
@@ -104,3 +113,127 @@ def test_the_probe_leaves_no_trace(tmp_path):
     assert losses(looked) == losses(plain)
     weights = [load_file(folder / "last.safetensors") for folder in (looked, plain)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+# Cards and hosts by their timelines.
+
+CARD = torch.device("cuda", 0)
+
+
+class Pair(World):
+    """A world of two, of which the other has these figures."""
+
+    others: list
+
+    def max_(self, values, along=None):
+        return torch.maximum(values, torch.tensor(self.others.pop(0), dtype=values.dtype))
+
+    def broadcast_object(self, value):
+        return value
+
+    def barrier(self):
+        pass
+
+
+class Simulated:
+    """A run of steps of ten kernels, of which two are the optimizer's; `kernel` is that of the pass that looks."""
+
+    def __init__(self, monkeypatch, steps, window, *words, spent=1e4, others=()):
+        self.clock = Clock(monkeypatch)
+        self.card = Device(self.clock, monkeypatch)
+        for name, stub in (("device", nullcontext), ("_sleep", lambda cycles: self.card.work(cycles / 2e9))):
+            monkeypatch.setattr(torch.cuda, name, stub)
+        monkeypatch.setattr(diagnosis, "synchronise", lambda devices: self.card.synchronise())
+        monkeypatch.setattr(diagnosis, "undisturbed", lambda modules, device: nullcontext())
+        self.recipe, self.kernel = load(None, *words), steps[0]
+        self.world = (Pair if others else World)(Place(), CARD, 1, ("cuda:0",))
+        self.world.others = [*others]
+        self.timer = StepTimer([CARD], warmup=0)
+        self.truth = play(self.timer, self.clock, self.card, steps, window, self.recipe.accumulate)
+        self.truth /= sum(self.timer.steps)
+        self.ledger = Ledger("steps")
+        self.ledger.begun -= spent
+        self.strategy, self.average, self.position = self, None, None
+        self.context = SimpleNamespace(example=SimpleNamespace(zeros=lambda *_, **__: None))
+        self.updater = SimpleNamespace(begin=lambda _: None, step=lambda *_, **__: self.issue(2))
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}], zero_grad=lambda: None)
+        self.loader = SimpleNamespace(samples_per_step=8, readers=1, workers=None)
+        self.datasets, self.noticed = SimpleNamespace(train=range(80)), SimpleNamespace(warnings={})
+
+    def issue(self, kernels):
+        for _ in range(kernels):
+            self.clock.now += self.kernel[0]
+            self.card.work(self.kernel[1])
+
+    def forward_backward(self, batch, weight):
+        self.issue(8 // self.recipe.accumulate)
+
+    def nothing(self, *_):
+        return {}
+
+    train = modules = reduce_gradients = facts = nothing
+
+    def communication(self, *_):
+        return Communication(0.0)
+
+
+@pytest.mark.parametrize("words", [(), ("accumulate=2", "batch_size=128")])
+@pytest.mark.parametrize("window", [1, 50])
+@pytest.mark.parametrize(
+    ("steps", "bound"),
+    [
+        ([HOST] * 100, "launches"),
+        ([DEVICE] * 100, "compute"),
+        ([BOTH] * 100, "compute"),
+        ([(0.0002, 0.001, 0.05)] * 100, "data"),
+        ([LATE] * 100, "data"),
+        (([HOST] * 5 + [DEVICE] * 5) * 10, "launches"),
+    ],
+    ids=["host", "device", "both", "data", "data and host", "mixed"],
+)
+def test_how_long_a_card_waits_for_launches(monkeypatch, steps, bound, window, words):
+    run = Simulated(monkeypatch, steps, window, *words)
+    found = diagnosis.diagnose(run)
+    assert found.bound == bound, found
+    assert run.truth - 0.04 <= found.step["launches"] <= run.truth + 0.01, (run.truth, found.step)
+    assert found.unmeasured is None and ("Python" in found.sentence) == (bound == "launches")
+    assert sum(found.step.values()) == pytest.approx(1)
+    step = sum(run.timer.steps) / 100
+    assert found.step["optimizer"] == pytest.approx(0.002 / step, abs=0.02), "its launches are no part of it"
+    assert (found.probe_seconds > 0) == (run.timer.summary(8).launch_bound_fraction >= 0.05)
+
+
+def test_a_short_run_says_what_launches_may_be(monkeypatch):
+    run = Simulated(monkeypatch, [HOST] * 100, 50, spent=1)
+    found = diagnosis.diagnose(run)
+    assert found.step["launches"] == 0 and found.probe_seconds == 0
+    assert "up to 9" in found.unmeasured and "computing" not in found.sentence
+
+
+def test_zeros_that_are_faster_than_images_are_no_launches(monkeypatch):
+    """A card that has little to switch may run faster: no more is launches than the run's own steps allow."""
+    run = Simulated(monkeypatch, [DEVICE] * 100, 1)
+    run.kernel = (0.0002, 0.0001, 0.0)
+    found = diagnosis.diagnose(run)
+    assert found.probe_seconds > 0
+    assert found.step["launches"] == pytest.approx(run.timer.summary(8).launch_bound_fraction)
+
+
+@pytest.mark.parametrize(
+    ("other", "beyond", "bound"),
+    [
+        ([0.02, -0.002, 0.01], [0.0, 0.0], "data"),  # waits for its images
+        ([0.0, -0.002, 0.028], [-0.02, -0.004], "launches"),  # launches slowly
+        ([0.0, -0.002, 0.0], None, "compute"),  # works on
+    ],
+)
+def test_a_rank_that_is_late_keeps_the_others_waiting(monkeypatch, other, beyond, bound):
+    """The card of this one works, or waits for that rank in a kernel; its host is ahead."""
+    run = Simulated(
+        monkeypatch, [(0.0002, 0.003, 0.0)] * 100, 50, "mode=ddp", others=[other, *([beyond] if beyond else [])]
+    )
+    run.kernel = HOST  # of whose work a step of its own is a third
+    found = diagnosis.diagnose(run)
+    assert found.bound == bound and run.world.others == []
+    expected = {"data": (2 / 3, 0), "launches": (0, 2 / 3), "compute": (0, 0)}[bound]
+    assert (found.step["data"], found.step["launches"]) == pytest.approx(expected, abs=0.01)

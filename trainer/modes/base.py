@@ -132,6 +132,10 @@ class Strategy:
         """Keep what later calls need of the model as it trains."""
         self._parameters = list(self.named_parameters().values())
 
+    def modules(self) -> list[nn.Module]:
+        """The model, or this rank's stages of it."""
+        return [self.module]
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters under the plain model's names."""
         return dict(self.module.named_parameters())
@@ -140,10 +144,6 @@ class Strategy:
         """This rank's buffers that belong in a checkpoint, under the plain model's names."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
-
-    def modules(self) -> list[nn.Module]:
-        """The model as it computes on this rank, or its stages here."""
-        return [self.module]
 
     def extra_state(self) -> dict[str, Tensor]:
         """State of modules that is no tensor, as `models.extra_state` gives it; the same on all ranks once settled."""

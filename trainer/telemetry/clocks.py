@@ -53,6 +53,7 @@ class Speed:
     throughput: Throughput | None = None
     step_time_s: StepTime | None = None
     data_wait_fraction: float | None = None
+    launch_bound_fraction: float | None = None  # at most, as `StepTimer` tells; None without a GPU
     short: bool = True
 
 
@@ -61,6 +62,12 @@ class StepTimer:
 
     On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock. Waiting for data
     then is what both did: the host waits while the device still computes, and that costs nothing.
+
+    Whether a device waits for launches shows in when it ends a step, beside when the host has issued the next one. A
+    step that was issued as a whole before the device came to it waits for none, and tells how long a step is then.
+    Where the device comes first, it may wait until the last kernel is issued; what comes later is its own work. How
+    long it works before, no event tells: these seconds, without those of waiting for data and no more than what the
+    step is longer than one that waits for none, are the most that it waits.
     """
 
     MARKED = 8  # on CUDA the optimizer's part is looked at in one step of so many: an event costs some microseconds
@@ -73,11 +80,14 @@ class StepTimer:
         self.steps = array("d")  # seconds of each measured step
         self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
         self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
+        self.launches = [0.0, 0.0]  # seconds, at most, that the device waited for them, likewise
         self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
         self._lap = 0  # windows before the latest `lap`
         # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         self.latest_update = 0.0  # mean of the last window in which it was looked at
+        self.latest_launches = 0.0  # share of the last window, at most
+        self._own = 0.0  # seconds of the latest steps that waited for no launch, the shortest of a window
         self._events: list[torch.cuda.Event] = []
         self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
         self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
@@ -156,20 +166,33 @@ class StepTimer:
             for step, before, after in self._gaps:
                 idle[step] += before.elapsed_time(after) / 1e3
             waits = [min(pair) for pair in zip(waits, idle, strict=True)]
+        launches = self._launches(durations, waits) if self.cuda else [0.0] * len(waits)
+        self.latest_launches = sum(launches) / max(sum(durations), 1e-9)
         first = self.seen
         self._note_updates()
         self.seen += len(durations)
-        for number, (duration, wait) in enumerate(zip(durations, waits, strict=True), first):
-            if number >= self.warmup:
-                self.steps.append(duration)
-                self.waits[0] += wait
-            elif number > 0:
-                self.early.append(duration)
-                self.waits[1] += wait
+        for number, (duration, wait, launch) in enumerate(zip(durations, waits, launches, strict=True), first):
+            if number > 0 or not self.warmup:
+                early = number < self.warmup
+                (self.early if early else self.steps).append(duration)
+                self.waits[early] += wait
+                self.launches[early] += launch
         if first >= self.warmup:
             self.windows.append((len(durations), seconds))
         self.start()
         return len(durations), seconds, sum(waits)
+
+    def _launches(self, durations: Sequence[float], waits: Sequence[float]) -> list[float]:
+        """Of each step the seconds in which the device had come to it and the host still issued it, waiting for data
+        left out. On the host's clock, as an idle device reaches the window's first event when it is recorded."""
+        found, reached, before = [], self._begun, self._begun
+        for (issued, waited, _), duration, wait in zip(self._pending, durations, waits, strict=True):
+            reading = max(wait, waited - max(0.0, reached - before))  # since the device has come to the step
+            found.append(max(0.0, issued - reached - reading))
+            reached, before = reached + duration, issued
+        rows = [*zip(found, durations, waits, strict=True)]
+        self._own = min((duration for launch, duration, _ in rows if launch == 0), default=self._own)
+        return [min(launch, max(0.0, duration - wait - self._own)) for launch, duration, wait in rows]
 
     def lap(self) -> tuple[int, float]:
         """Steps and seconds measured since the last call."""
@@ -207,7 +230,8 @@ class StepTimer:
         times = torch.tensor(steps, dtype=torch.float64)
         p95 = times[-1_000_000:].quantile(0.95).item()  # of more, torch has none
         step_time = StepTime(sum(steps) / len(steps), times.std().item() if len(steps) > 1 else None, p95)
-        return Speed(Throughput(rate.item(), std), step_time, self.waits[int(short)] / sum(steps), short)
+        waits, launches = (parts[short] / sum(steps) for parts in (self.waits, self.launches))
+        return Speed(Throughput(rate.item(), std), step_time, waits, launches if self.cuda else None, short)
 
 
 class Stopwatch:

@@ -37,7 +37,9 @@ def _front(metric: str) -> dict[str, str]:
     return dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
 
 
-def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: bool, pipeline: bool) -> Any:
+def layout(
+    metrics: Sequence[str], titles: Mapping[str, str], communication: bool, pipeline: bool, gpu: bool = False
+) -> Any:
     """Custom Scalars: rows of charts that answer a question each.
 
     TensorBoard puts the charts of all runs together, and takes two for one only where they are quite the same. What
@@ -64,7 +66,8 @@ def layout(metrics: Sequence[str], titles: Mapping[str, str], communication: boo
         "does it learn": learning,
         "how fast": speed,
         "where a step's time goes": [
-            _lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts
+            *(_lines(f"{part}, ms of a step{when.get(part, '')}", f"speed/part_{part}_ms") for part in parts),
+            *[_lines("GPU waits for Python's launches, % of a step at most", "speed/launch_bound_pct")] * gpu,
         ],
         "how full": [_lines("peak memory, GiB", "z_memory/peak_gib/.*")],
     }

@@ -21,10 +21,11 @@ CACHE = "data.cache=disk"
 SHORT = "the run is too short: "
 LITTLE = 0.05  # share of a step: what may be idle besides and is less changes no advice
 UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
-Part = Literal["data", "compute", "communication", "bubble", "optimizer", "logging"]  # of a step
+Part = Literal["data", "compute", "launches", "communication", "bubble", "optimizer", "logging"]  # of a step
 PARTS: tuple[Part, ...] = get_args(Part)
 PHRASES: dict[Part, str] = {
     "data": "{share:.0%} of the step waits for images",
+    "launches": "the GPU waits at least {share:.0%} of the step for Python to launch its kernels",
     "communication": "{share:.0%} of the step waits for communication between ranks",
     "bubble": "{share:.0%} of the devices' time in a whole step is idle, waiting for other stages",
     "optimizer": "{share:.0%} of the step is the optimizer",
@@ -39,7 +40,9 @@ class StepParts:
 
     step: float  # the mean step
     data: float = 0.0  # waiting for images
-    optimizer: float = 0.0  # optimizer, moving average, clearing gradients
+    optimizer: float = 0.0  # optimizer, moving average, clearing gradients, without its launches
+    launches: float = 0.0  # in which GPUs wait for the host to launch kernels; no less than that
+    launches_at_most: float = 0.0  # likewise, where it was not measured
     logging: float = 0.0  # meeting the other ranks and writing, spread over all steps
     communication: float | None = 0.0  # between ranks, beyond what computing hides; None where it was not measured
     at_most: bool = False  # `communication` is one all-reduce alone, of which computing may hide some
@@ -121,6 +124,7 @@ def shares(measured: StepParts) -> dict[Part, float]:
     take("data", measured.data)
     take("optimizer", measured.optimizer)
     take("logging", measured.logging)
+    take("launches", measured.launches)
     take("bubble", measured.bubble * left)
     take("communication", 0.0 if measured.at_most else measured.communication or 0.0)
     return {name: left / step if name == "compute" else parts[name] for name in PARTS}
@@ -144,6 +148,8 @@ def judge(
     of_machine = {kind for kind in told if kind in ("cores", "throttled") or kind.startswith("rank ")}
     lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
     sentence = PHRASES[bound].format(share=parts[bound])
+    if _launching(measured) >= NAMED:
+        sentence = sentence.replace("computing, ", "")
     if bound == "data" and setting.workers is None:
         sentence += ", which are prepared in the training process"
     reading = setting.reading if bound == "data" else None
@@ -158,7 +164,7 @@ def judge(
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     idle, hidden = _unmeasured(measured)
-    if bound in ("compute", "bubble"):
+    if bound in ("compute", "bubble", "optimizer"):
         sentence, short = "; ".join([sentence, *idle]), hidden + short
     if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
         words = " or ".join(overrides)
@@ -185,15 +191,16 @@ def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
     elif measured.at_most:
         share = min(1.0, measured.communication / measured.step)
         hidden = [f"up to {share:.0%} of the step may be communication that computing does not hide"]
-    note = f"up to {idle:.0%} of the step more may be idle, GPUs waiting for launches within stages"
+    note = f"up to {idle:.0%} of the step more may be idle, GPUs waiting for Python to launch their kernels"
     return [note] * (idle > LITTLE), hidden
 
 
 def _launching(measured: StepParts) -> float:
-    """Share of a step that counts as computing, and in which GPUs may have waited for launches."""
+    """Share of a step that counts as computing or optimizer, and in which GPUs may have waited for launches."""
     parts = shares(measured)
     left = 1 - parts["data"] - parts["optimizer"] - parts["logging"]
-    return min(parts["compute"], max(0.0, measured.bubble_at_most - measured.bubble) * left)
+    stages = min(parts["compute"], max(0.0, measured.bubble_at_most - measured.bubble) * left)
+    return max(stages, min(parts["compute"] + parts["optimizer"], measured.launches_at_most / measured.step))
 
 
 def _uneven(busy: Sequence[float]) -> bool:
@@ -228,12 +235,14 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
         words = cuts + micro if _uneven(measured.busy) else micro + cuts
         return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
+    launching = bound == "launches" or _launching(measured) >= NAMED  # faster arithmetic would not be felt
+    graphs = ["graphs=true"] if launching and getattr(recipe, "graphs", None) is not True else []
     if bound == "optimizer":
-        return [larger, *(["ema=null"] if recipe.ema is not None else [])]
+        return [*graphs, larger, *(["ema=null"] if recipe.ema is not None else [])]
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
-    if _launching(measured) >= NAMED:  # faster arithmetic would not be felt
-        return (micro or [larger]) + (["compile=true"] if gpu and not recipe.compile else [])
+    if launching:
+        return micro + graphs + ([] if micro else [larger])
     faster = [] if recipe.channels_last else ["channels_last=true"]
     faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _bf16_is_faster()) else []
     return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])

@@ -8,12 +8,15 @@ import torch
 
 from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
+from trainer.models.undisturbed import undisturbed
 from trainer.processes.resources import cores
-from trainer.telemetry.verdict import NAMED, Reading, Setting, StepParts, Verdict, judge, shares
+from trainer.telemetry.clocks import record_event, synchronise
+from trainer.telemetry.verdict import LITTLE, NAMED, Reading, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run
 
 BUDGET = 0.01  # of the run's seconds
+CYCLES = 3e9  # in a second, of GPUs, or fewer
 
 
 def diagnose(run: Run) -> Verdict | None:
@@ -26,34 +29,83 @@ def diagnose(run: Run) -> Verdict | None:
         return None
     assert speed.step_time_s is not None and speed.data_wait_fraction is not None
     step = speed.step_time_s.mean
-    begun = time.perf_counter()
-    communication = run.strategy.communication(timer.seen, step, BUDGET * spent)
+    begun, budget = time.perf_counter(), BUDGET * spent
+    communication = run.strategy.communication(timer.seen, step, budget)
     probe = time.perf_counter() - begun
-    # A rank that waits for images keeps all waiting; in the optimizer's part some wait for the last stage.
-    mine = torch.tensor([speed.data_wait_fraction * step, -timer.update_seconds()], dtype=torch.float64)
-    data, update = world.max_(mine).tolist()
+    waited, update = speed.data_wait_fraction * step, timer.update_seconds()
+    # A rank that waits for images or launches keeps all waiting; in the optimizer's part some wait for the last stage.
+    mine = torch.tensor([waited, -update, (speed.launch_bound_fraction or 0.0) * step], dtype=torch.float64)
+    data, fewest, most = world.max_(mine).tolist()
     facts = run.strategy.facts().get("pipeline") or {}
+    bubble, idle = (idle_share(run, float(facts.get(f"bubble_{name}") or 0.0)) for name in ("measured", "at_most"))
+    begun = time.perf_counter()
+    launches, of_update = 0.0, 0.0
+    # Where GPUs may wait for launches. Decided by one rank: their own steps differ.
+    if world.broadcast_object(most >= LITTLE * step) and (own := _own_seconds(run, step, waited, update, budget)):
+        beyond = torch.tensor([step - waited - sum(own), update - own[1]], dtype=torch.float64)
+        launches, of_update = (-world.max_(-beyond)).clamp(0.0, most).tolist()
+        of_update, most, idle = min(launches, of_update, -fewest), 0.0, bubble
+    probe += time.perf_counter() - begun
     ledger = run.ledger.seconds
     measured = StepParts(
         step=step,
         data=data,
-        optimizer=-update,
+        optimizer=-fewest - of_update,
+        launches=launches,
+        launches_at_most=most,
         logging=ledger.get("logging", 0.0) / timer.seen,
         communication=communication.seconds,
         at_most=communication.at_most,
-        bubble=idle_share(run, float(facts.get("bubble_measured") or 0.0)),
-        bubble_at_most=idle_share(run, float(facts.get("bubble_at_most") or 0.0)),
+        bubble=bubble,
+        bubble_at_most=idle,
         busy=facts.get("stage_seconds") or (),
     )
     cores_per_reader = max(1, cores() // run.loader.readers)
     gpu = world.device.type == "cuda"
     begun = time.perf_counter()
-    reading = _reading(run, BUDGET * spent) if shares(measured)["data"] >= NAMED else None
+    reading = _reading(run, budget) if shares(measured)["data"] >= NAMED else None
     probe += time.perf_counter() - begun
     setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, len(run.datasets.train), reading)
     judged = judge(measured, seconds, run.recipe, setting, probe, run.noticed.warnings)
     verdict: Verdict = world.broadcast_object(judged)
     return verdict
+
+
+def _own_seconds(run: Run, step: float, waited: float, update: float, budget: float) -> tuple[float, float] | None:
+    """Seconds of a step's passes and of its update on devices that wait for no launch; None where the `budget` does not
+    suffice. A `step` took so long, with its waiting for data and its `update`. Collective.
+
+    A micro-batch of zeros, at a learning rate of 0, is issued while the devices are held, so that they find all of it
+    when they begin; ranks begin together. A device takes in about a thousand kernels ahead: of more it may still wait
+    for some, and then it seems to need more time, not less. Weights and buffers stay; the optimizer's state does not,
+    which is not read any more.
+    """
+    world, strategy, pieces = run.world, run.strategy, run.recipe.accumulate
+    each = (step - waited - update) / pieces + update
+    if not world.broadcast_object(4 * each < budget):  # once to warm up, the time of holding, and once more
+        return None
+    batch = strategy.context.example.zeros(world.device, channels_last=run.recipe.channels_last)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    strategy.train()
+    with undisturbed(strategy.modules(), world.device):
+        for held in (0.0, each):
+            world.barrier()
+            for device in dict.fromkeys(world.drives):
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(int(CYCLES * held))  # type: ignore[no-untyped-call]
+            begin = record_event()
+            run.updater.begin(strategy)
+            loss = strategy.forward_backward(batch, 1 / run.loader.samples_per_step)
+            strategy.reduce_gradients()
+            middle = record_event()
+            run.updater.step(loss, strategy, want_norm=False)
+            run.optimizer.zero_grad()
+            if run.average is not None:
+                run.average.update(run.position.step)
+            end = record_event()
+            synchronise(world.drives)
+    return pieces * begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
 
 
 def _reading(run: Run, seconds: float) -> Reading | None:

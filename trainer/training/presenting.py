@@ -183,7 +183,8 @@ def ended_early(run: Run, status: str, reason: str) -> None:
 
 def _layout(run: Run, communication: bool = False) -> Any:
     task = run.task
-    return dashboards.layout(task.metric_names(), task.titles, communication, run.recipe.traits.micro_batches)
+    pipeline = run.recipe.traits.micro_batches
+    return dashboards.layout(task.metric_names(), task.titles, communication, pipeline, run.timer.cuda)
 
 
 def opening(run: Run, words: Sequence[str]) -> str:

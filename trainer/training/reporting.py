@@ -28,7 +28,10 @@ from trainer.training.run import Run
 from trainer.training.stopping import ended_by
 
 # Of a run that is continued with nothing left to train.
-KEPT_KEYS = ("throughput", "step_time_s", "data_wait_fraction", "short", "seconds_in", "verdict", "warnings")
+KEPT_KEYS = (
+    *("throughput", "step_time_s", "data_wait_fraction", "launch_bound_fraction"),
+    *("short", "seconds_in", "verdict", "warnings"),
+)
 
 
 def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
@@ -50,6 +53,8 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "speed/step_ms": 1e3 * seconds / steps,
             "speed/data_wait_pct": 100 * waited / seconds,
         }
+        if run.timer.cuda:
+            values["speed/launch_bound_pct"] = 100 * run.timer.latest_launches
         utilisation = _mfu(run, speed)
         if utilisation is not None:
             values["speed/mfu_pct"] = 100 * utilisation

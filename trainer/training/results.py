@@ -56,6 +56,11 @@ class Result(Metrics):
     ]
     step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
     data_wait_fraction: Annotated[float | None, "share of a step's time spent waiting for images"]
+    launch_bound_fraction: Annotated[
+        float | None,
+        "largest share of a step's time in which the GPU may wait for Python to launch its kernels; what a measurement "
+        "found is `launches` in the verdict; null without a GPU",
+    ]
     short: Annotated[
         bool,
         "true if the run was too short for logging.warmup_steps, so that speed figures leave out only its first step",

@@ -66,6 +66,7 @@ def _gathered(folder: Path) -> dict[str, Any]:
             "cuda": ranks[0]["losses"],
             "cpu": cpu["losses"],
             "errors": [rank["errors"] for rank in ranks],
+            "held": [rank["held"] for rank in ranks],
             "waits": [place for rank in ranks for place in rank["waits"]],
         }
         branches.update(*(rank["branches"] for rank in ranks))
@@ -128,6 +129,7 @@ def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
     found = {
         "losses": done.losses,
         "errors": done.errors,
+        "held": done.held,
         "waits": sorted(place for place, count in done.waits_in_steps().items() if count > stages * (place in ONCE)),
         "branches": sorted(branch.site.name for branch in runs.branches_seen),
     }

@@ -26,7 +26,7 @@ from tests.simulated.simcuda.stubs import simulated
 from tests.simulated.simcuda.waits import Waits
 from trainer.modes.pipeline import stages
 from trainer.recipe import load
-from trainer.training import loop
+from trainer.training import diagnosis, loop
 
 # Small enough for a second a run: 2 steps of 16 images.
 BASE = """data.name=synthetic data.samples=32 data.val_samples=24 data.image_size=8 data.channels=1 batch_size=16
@@ -66,6 +66,7 @@ class Trained:
     weights: dict[str, Tensor]
     errors: list[str] = field(default_factory=list)
     waits: Waits = field(default_factory=Waits)
+    held: list[bool] = field(default_factory=list)  # of looks at a held device, whether the weights stayed as they were
 
     def waits_in_steps(self) -> Counter[tuple[str, str]]:
         """Waits of the host in a training step, apart from logged steps and meetings of ranks."""
@@ -95,9 +96,26 @@ def train_on_cuda(words: str, folder: Path, cards: int | Sequence[Card] = 3, own
     """In a folder that stays; `own` says that this rank writes it."""
     with alone(), simulated(cards) as machine:
         machine.waits.measuring = MEASURING
-        done = _run(words, folder, own)
-    done.errors, done.waits = machine.errors, machine.waits
+        with _looking() as held:
+            done = _run(words, folder, own)
+    done.errors, done.waits, done.held = machine.errors, machine.waits, held
     return done
+
+
+@contextmanager
+def _looking() -> Iterator[list[bool]]:
+    """Runs that are long enough for a look at held devices; what `Trained.held` has."""
+    held: list[bool] = []
+    plain = diagnosis._own_seconds
+
+    def look(run: Any, step: float, waited: float, update: float, budget: float) -> Any:
+        before = {name: tensor.detach().clone() for name, tensor in run.weights().items()}
+        found = plain(run, step, waited, update, 1e9)
+        held.append(found is not None and all(torch.equal(before[name], now) for name, now in run.weights().items()))
+        return found
+
+    with mock.patch.multiple(diagnosis, _own_seconds=look, LITTLE=1e-9):
+        yield held
 
 
 @functools.cache

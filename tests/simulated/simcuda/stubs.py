@@ -113,6 +113,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "default_stream": lambda device=None: machine.default[index(device)],
         "synchronize": machine.synchronize,
         **machine.graphs.stubs(),
+        "_sleep": lambda cycles: machine.order.kernel(machine.current_stream()),
         "manual_seed": machine.seed,
         "manual_seed_all": machine.seed_all,
         "get_rng_state": machine.generator,

@@ -132,7 +132,7 @@ class ProcessPipeline(Staged):
         So all ranks compile at the same time. Else a rank would wait for those before it, which compile one after
         another, and `timeout` is for a step.
         """
-        with undisturbed(list(self.stages.values()), self.device):
+        with undisturbed(self.modules(), self.device):
             for training in (True, False):
                 self.train(training)
                 for index, wire in self._wires(self.run_stage if training else self.in_precision).items():

@@ -175,7 +175,7 @@ class Staged(Strategy):
         rows = self.pipe.rows
         batch = replace(self.context.example.zeros(self.device, rows), inputs=self.sample(rows))
         times: list[float] = []
-        with undisturbed(list(self.stages.values()), self.device):
+        with undisturbed(self.modules(), self.device):
             while len(times) < TRIAL_STEPS[0] or (sum(times) < TRIAL_SECONDS and len(times) < TRIAL_STEPS[1]):
                 self.synchronise()
                 begun = time.perf_counter()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from tests.pages import GUIDE
 from tests.typed import odd
 from trainer.devices import precision
-from trainer.recipe import Recipe, load
+from trainer.recipe import load
+from trainer.recipe.checks import launched_because
 from trainer.telemetry import verdict
 from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, Verdict, judge, shares
 
@@ -148,19 +148,19 @@ def test_a_bubble_that_may_be_larger_is_not_taken_for_certain(bubble, most, boun
     assert sum(found.step.values()) == pytest.approx(1)
 
 
-GPU = Setting(gpu=True)
-GRAPHS = ["graphs=true"] if "graphs" in Recipe.model_fields else []
+GPU = Setting(gpu=True, may_replay=True)
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "split", "pipeline", "fsdp", "local_sgd"])
 def test_a_gpu_that_waits_for_python_is_told(mode):
     """With what makes fewer launches, or costs none; faster arithmetic would not be felt."""
-    recipe, setting = load(None, f"mode={mode}", "channels_last=false"), Setting(2, gpu=True)
+    recipe, setting = load(None, f"mode={mode}", "channels_last=false"), replace(GPU, processes=2)
     setting = replace(setting, processes=1) if recipe.traits.processes == "one" else setting
     found = judge(StepParts(1, launches=0.67, optimizer=0.05), RUN, recipe, setting)
     assert found.bound == "launches" and found.step["launches"] == 0.67 and found.step["compute"] == pytest.approx(0.28)
     assert re.search(r"^the GPU waits at least 67% .*Python", found.sentence) and found.unmeasured is None
-    assert [word for word in found.overrides if word not in GRAPHS] == ["batch_size=256"]
+    may = launched_because(recipe.replace(graphs=True), setting.processes) is None
+    assert found.overrides == ["graphs=true"] * may + ["batch_size=256"] and may >= (mode in ("single", "ddp"))
     assert "computing" not in found.sentence
 
 
@@ -171,16 +171,15 @@ def test_graphs_are_advised_where_the_recipe_can_have_them(monkeypatch):
         assert judge(parts, RUN, load(None), GPU).overrides[0] == "graphs=true" and "graphs=true" in tried
     for parts in (StepParts(1), StepParts(1, launches_at_most=0.1), StepParts(1, data=0.4, launches=0.3)):
         assert "graphs=true" not in judge(parts, RUN, load(None), GPU).overrides
-    replayed = SimpleNamespace(graphs=True, batch_size=128, pipeline=load(None).pipeline)
-    monkeypatch.setattr(verdict, "wider_batch", lambda *_: None)
-    assert verdict._advice("launches", StepParts(1, launches=0.5), replayed, GPU) == ["batch_size=256"]
+    decided = replace(GPU, may_replay=False)  # they are replayed, or cannot be
+    assert judge(StepParts(1, launches=0.5), RUN, load(None), decided).overrides == ["batch_size=256"]
 
 
 def test_launches_that_were_not_measured_are_no_computing():
     found = judge(StepParts(1, optimizer=0.1, launches_at_most=0.95), RUN, load(None, "mode=single"), GPU)
     assert found.bound == "compute" and "computing" not in found.sentence and "up to 95% " in found.sentence
     assert "up to 95% " in (found.unmeasured or "")
-    assert [word for word in found.overrides if word not in GRAPHS] == ["batch_size=256"]
+    assert found.overrides == ["graphs=true", "batch_size=256"]
     muon = judge(StepParts(1, optimizer=0.43, launches_at_most=0.95), RUN, load(None, "mode=single"), GPU)
     assert muon.bound == "optimizer" and "up to 95% " in muon.sentence
     few = judge(StepParts(1, launches_at_most=0.1), RUN, load(None, "mode=single"), GPU)

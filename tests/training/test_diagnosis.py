@@ -154,6 +154,7 @@ class Simulated:
         self.ledger = Ledger("steps")
         self.ledger.begun -= spent
         self.strategy, self.average, self.position = self, None, None
+        self.steps = SimpleNamespace(undecided=True)
         self.context = SimpleNamespace(example=SimpleNamespace(zeros=lambda *_, **__: None))
         self.updater = SimpleNamespace(begin=lambda _: None, step=lambda *_, **__: self.issue(2))
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}], zero_grad=lambda: None)

@@ -74,6 +74,7 @@ class Setting:
     cores: int = 1  # of this machine, for each of its ranks
     workers: int | None = None  # that read images for a rank; None where images lie in memory
     gpu: bool = False  # whether it computes on GPUs
+    may_replay: bool = False  # graphs=true would be another run: steps are launched, and no recording has failed
     images: int | None = None  # of the training set; None where their number is not known
     reading: Reading | None = None  # of its photos, where the step waits for them
 
@@ -236,7 +237,7 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
         words = cuts + micro if _uneven(measured.busy) else micro + cuts
         return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
     launching = bound == "launches" or _launching(measured) >= NAMED  # faster arithmetic would not be felt
-    graphs = ["graphs=true"] if launching and getattr(recipe, "graphs", None) is not True else []
+    graphs = ["graphs=true"] if launching and setting.may_replay else []
     if bound == "optimizer":
         return [*graphs, larger, *(["ema=null"] if recipe.ema is not None else [])]
     if bound == "logging":

@@ -65,7 +65,8 @@ def diagnose(run: Run) -> Verdict | None:
     begun = time.perf_counter()
     reading = _reading(run, budget) if shares(measured)["data"] >= NAMED else None
     probe += time.perf_counter() - begun
-    setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, len(run.datasets.train), reading)
+    images, may_replay = len(run.datasets.train), run.steps.undecided
+    setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, may_replay, images, reading)
     judged = judge(measured, seconds, run.recipe, setting, probe, run.noticed.warnings)
     verdict: Verdict = world.broadcast_object(judged)
     return verdict

@@ -92,6 +92,7 @@ class Steps:
         self.optimizer, self._say = optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
+        self._tried = possible
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
         self._one_device = len(set(strategy.world.drives)) == 1
         self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
@@ -180,6 +181,11 @@ class Steps:
         if not cuda_graphs.possible(self.strategy.device):
             return None
         return "launched" if self.recording is None else "replayed"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether steps are launched without that a recording was tried, as the recipe says or in a short run."""
+        return self.way == "launched" and (self.recorder is not None or not self._tried)
 
     # Launched steps.
 

@@ -243,8 +243,8 @@ class CpuRecorder:
         try:
             with recording:
                 made = work()
-        except RuntimeError as error:
-            raise NotRecorded(str(error).partition("\n")[0]) from error
+        except Exception as error:
+            raise NotRecorded(str(error).partition("\n")[0] or type(error).__name__) from error
         finally:
             recording.close()
             undrawn = restore(drawn)

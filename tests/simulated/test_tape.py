@@ -1,6 +1,7 @@
 """Recordings on the stand-ins, a tape and simulated cards: what is wrong on a card is found, what is right is not."""
 
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -118,6 +119,17 @@ def test_a_wait_is_refused_and_rehearsed(wait, recorder):
     replay, out = recorder.record(lambda: one + torch.ones_like(one))
     replay()
     assert out.tolist() == [2.0]
+
+
+def test_an_error_of_another_kind_leaves_nothing_behind_either(recorder, x):
+    def work():
+        with suppress(RuntimeError):
+            x.add_(1).sum().item()
+        raise ValueError
+
+    with pytest.raises(NotRecorded, match="ValueError"):
+        recorder.record(work)
+    assert x.tolist() == [1.0, 1.0] and torch.rand_like(x).mean() > 0
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

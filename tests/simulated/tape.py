@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -155,7 +156,7 @@ class Recording(Watch):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there, and a copy of it
         self.made: dict[int, None] = {}
         self.outside: set[int] = set()  # other memory that it uses
-        self.result: Any = None  # what the work gave, while someone else holds it
+        self.weak: Any = lambda: None  # see `result`
 
     @staticmethod
     def _refuse(what: str) -> None:
@@ -193,6 +194,11 @@ class Recording(Watch):
             free = set(self.pool.free())
             self.lost = [key for key in self.made if key in free]
             self.pool.spoil([*self.made])
+
+    @property
+    def result(self) -> Any:
+        """The tensor that the work gave, while someone holds it."""
+        return self.weak()
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -237,8 +243,8 @@ class CpuRecorder:
         try:
             with recording:
                 made = work()
-        except RuntimeError as error:
-            raise NotRecorded(str(error).partition("\n")[0]) from error
+        except Exception as error:
+            raise NotRecorded(str(error).partition("\n")[0] or type(error).__name__) from error
         finally:
             recording.close()
             undrawn = restore(drawn)
@@ -246,7 +252,8 @@ class CpuRecorder:
         if not undrawn:
             raise NotRecorded("it draws random numbers on the host, which a replay would not draw again")
         self.recordings.append(recording)
-        recording.result = made
+        if isinstance(made, Tensor):
+            recording.weak = weakref.ref(made)
         return lambda: self._replay(recording), made
 
     def _replay(self, recording: Recording) -> None:

@@ -1,116 +1,135 @@
-"""The stand-in for CUDA graphs itself: what is wrong on a card is found, and what is right is not called wrong."""
+"""Recordings on the stand-ins, a tape and simulated cards: what is wrong on a card is found, what is right is not."""
 
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from tests.simulated.simcuda import simulated
 from tests.simulated.tape import CpuRecorder, is_recording
-from trainer.devices.cuda_graphs import NotRecorded
+from trainer.devices.cuda_graphs import CudaRecorder, NotRecorded
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(params=["tape", "cards"])
+def recorder(request):
+    if request.param == "tape":
+        yield CpuRecorder(torch.device("cpu"))
+    else:
+        with simulated(1) as machine:
+            recorder = CudaRecorder(torch.device("cuda", 0))
+            yield recorder
+            assert {error.partition(":")[0] for error in machine.errors} == getattr(recorder, "expected", set())
 
 
 @pytest.fixture
-def recorder():
-    return CpuRecorder(CPU)
+def x(recorder):
+    return torch.ones(2, device=recorder.device)
 
 
-def test_a_replay_computes_on_the_same_memory_without_python(recorder):
-    x, calls = torch.ones(3), []
+def test_a_replay_computes_on_the_same_memory_without_python(recorder, x):
+    number, calls = [2.0], []
 
     def work():
         calls.append(is_recording())
-        return x.mul_(2).sum()
+        return x.mul_(number[0]).sum() + torch.tensor(number[0])  # numbers of the host are constants
 
     replay, out = recorder.record(work)
-    assert x.tolist() == [1.0] * 3 and out.isnan() and calls == [True] and not is_recording()
-    replay()
-    assert x.tolist() == [2.0] * 3 and out == 6
-    x.fill_(5.0)
-    replay()
-    assert out == 30 and len(calls) == 1 and recorder.replays == 2
-
-
-def test_what_the_host_makes_is_a_constant(recorder):
-    x, number = torch.ones(()), [2.0]
-    replay, out = recorder.record(lambda: x * number[0] + torch.tensor(number[0]))
+    assert x.tolist() == [1.0] * 2 and out.isnan() and calls == [True] and not is_recording()
     number[0] = 9.0
     replay()
-    assert out == 4
+    assert x.tolist() == [2.0] * 2 and out == 6
+    x.fill_(5.0)
+    replay()
+    assert out == 22 and len(calls) == 1
 
 
-def test_an_address_is_one_whatever_becomes_of_its_tensor(recorder):
-    weight = nn.Parameter(torch.ones(2))
+def test_an_address_is_one_whatever_becomes_of_its_tensor(recorder, x):
+    weight = nn.Parameter(x)
     replay, out = recorder.record(lambda: weight.detach() * 3)
-    there, weight.data = weight.data, torch.full((2,), 7.0)
+    there, weight.data = weight.data, torch.full_like(x, 7.0)
     there.fill_(2.0)
     replay()
     assert out.tolist() == [6.0, 6.0]
 
 
-def test_memory_that_nobody_holds_is_rubbish_and_given_to_a_later_recording(recorder):
-    x, kept = torch.ones(2), []
-
-    def work():
-        inner = x + 1
-        kept.append(inner.detach())
-        return inner * 2
-
-    first, out = recorder.record(work)
-    first()
-    assert out.tolist() == [4.0, 4.0] and kept[0].tolist() == [2.0, 2.0]
-    second, _ = recorder.record(lambda: x + 1)
+def test_memory_that_nobody_holds_goes_to_a_later_recording(recorder, x):
+    first, made = recorder.record(lambda: x * 2)
+    held = [made]
+    second, out = recorder.record(lambda: held[0] + 1)
     first()
     second()
-    assert out.tolist() == [4.0, 4.0], "someone holds it"
-    (pointer,) = (tensor for tensor in recorder.pool.made.values() if tensor.data_ptr() == kept[0].data_ptr())
-    kept.clear()
-    third, _ = recorder.record(lambda: x + 1)
-    first()
-    third()
-    assert pointer.isnan().all(), "nobody held it when the third recording began"
+    assert out.tolist() == [3.0, 3.0]
+    del made
+    held.clear()
+    third, _ = recorder.record(lambda: x * 5)
+    for replay in (first, third, second):
+        replay()
+    recorder.expected = {"POOL"}
+    assert out.isnan().all(), "nobody held what the first one made when the third one was recorded"
 
 
-def test_a_gradient_stays_where_it_is(recorder):
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2)
-    replay, loss = recorder.record(
-        lambda: (lambda loss: (loss.backward(), loss.detach())[1])((weight * x).pow(2).sum())
-    )
+def test_gradients_stay_where_they_are(recorder, x):
+    weight = nn.Parameter(torch.ones_like(x))
+
+    def passes():
+        loss = (weight * x).pow(2).sum()
+        loss.backward()
+        return loss.detach()
+
+    replay, loss = recorder.record(passes)
     for value in (1.0, 3.0):
         x.fill_(value)
         replay()
         assert loss == 2 * value**2 and weight.grad.tolist() == [2 * value**2] * 2
 
 
-def test_random_numbers_go_on(recorder):
-    torch.manual_seed(3)
-    wanted = [torch.randn(4) for _ in range(3)]
-    torch.manual_seed(3)
-    first = torch.randn(4)
-    replay, out = recorder.record(lambda: torch.randn(4))
-    found = [first]
+def test_random_numbers_go_on(recorder, x):
+    def drawn():
+        torch.manual_seed(3)
+        torch.cuda.manual_seed_all(3)
+        return torch.rand_like(x).tolist()
+
+    wanted = [drawn(), *(torch.rand_like(x).tolist() for _ in range(2))]
+    found = [drawn()]
+    replay, out = recorder.record(lambda: torch.rand_like(x))
     for _ in range(2):
         replay()
-        found.append(out.clone())
-    assert torch.equal(torch.stack(found), torch.stack(wanted))
+        found.append(out.tolist())
+    assert found == wanted
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, bool, lambda x: torch.equal(x, x), torch.nonzero],
-)
+WAITS = [torch.Tensor.item, torch.Tensor.tolist, bool, lambda one: torch.equal(one, one), torch.nonzero]
+
+
+@pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_is_refused_and_rehearsed(wait, recorder):
-    x = torch.ones(1)
+    one = torch.ones(1, device=recorder.device)
     with recorder.rehearsal() as waits:
-        x + 1
-        wait(x)
+        one + 1
+    assert waits == []
+    with recorder.rehearsal() as waits:
+        wait(one)
     assert len(waits) >= 1 and __file__ in waits[0]
     with pytest.raises(NotRecorded, match="capturing"):
-        recorder.record(lambda: (x.add_(1), wait(x)))
-    assert x.tolist() == [1.0] and recorder.recordings == []
+        recorder.record(lambda: (one.add_(1), wait(one)))
+    assert one.tolist() == [1.0]
+    replay, out = recorder.record(lambda: one + torch.ones_like(one))
+    replay()
+    assert out.tolist() == [2.0]
+
+
+def test_an_error_of_another_kind_leaves_nothing_behind_either(recorder, x):
+    def work():
+        with suppress(RuntimeError):
+            x.add_(1).sum().item()
+        raise ValueError
+
+    with pytest.raises(NotRecorded, match="ValueError"):
+        recorder.record(work)
+    assert x.tolist() == [1.0, 1.0] and torch.rand_like(x).mean() > 0
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
@@ -121,15 +140,15 @@ def test_draws_of_the_host_are_refused(draw, recorder):
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-def test_a_recording_puts_back_what_an_earlier_one_made(recorder):
-    replay, out = recorder.record(lambda: torch.ones(2) * 2)
+def test_a_recording_puts_back_what_an_earlier_one_made(recorder, x):
+    replay, out = recorder.record(lambda: x * 2)
     replay()
     recorder.record(lambda: out.mul_(3))
     assert out.tolist() == [2.0, 2.0]
 
 
-def test_nothing_is_replayed_once_it_is_closed(recorder):
-    replay, _ = recorder.record(lambda: torch.ones(2))
+def test_nothing_is_replayed_once_it_is_closed(recorder, x):
+    replay, _ = recorder.record(lambda: x + 1)
     recorder.close()
     with pytest.raises(AssertionError):
         replay()

@@ -125,9 +125,9 @@ class CudaRecorder:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, launched it shows itself again, or does not happen
             self._recover()
-            raise NotRecorded(str(error).strip().partition("\n")[0]) from error
+            raise NotRecorded(str(error).strip().partition("\n")[0] or type(error).__name__) from error
         finally:  # nothing was computed
             undrawn = restore(drawn) and torch.equal(state, torch.get_rng_state())
             torch.set_rng_state(state)

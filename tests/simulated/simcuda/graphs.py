@@ -193,7 +193,7 @@ class Graph:
         machine.graphs.draws(self.device)
         errors = machine.memory.errors
         with machine.order.lock:
-            if private.tape.gone(tape.outside - private.tape.made.keys()):
+            if private.tape.gone((tape.outside & machine.memory.blocks.keys()) - private.tape.made.keys()):
                 errors.append("REPLAY: a graph uses memory that was given back")
             if private.overwritten.intersection(tape.outside):
                 errors.append("POOL: a graph reads memory that another one has used since")

@@ -459,3 +459,20 @@ def test_too_little_memory_to_load_torch_is_no_wrong_pair(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
     assert "ulimit -v unlimited" in done.stderr and "anew" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_does_not_load_what_it_does_not_use(tmp_path):
+    """Each of these takes a tenth of a second to seconds, which every run would pay before its first step."""
+    code = "import sys; from trainer.__main__ import answer; code = answer(sys.argv[1:]); print('loaded', *sys.modules)"
+    words = ["recipe=digits", "mode=single", "epochs=1", f"output={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment(), capture_output=True, text=True, timeout=180
+    )
+    *_, last = done.stdout.splitlines()
+    loaded = {*last.split()[1:]}
+    assert last.startswith("loaded ") and "trainer.training.loop" in loaded, done.stderr
+    others = "sklearn scipy matplotlib pandas networkx IPython timm onnx wandb mlflow optuna pyarrow grpc requests"
+    ours = "trainer.commands trainer.pool"
+    torchs = "torch.distributed.run torch.distributed.checkpoint torch._inductor.compile_fx torch._inductor.codecache"
+    assert loaded & {*others.split(), *ours.split(), *torchs.split()} == set()

@@ -6,6 +6,7 @@ two passes: what the first leaves behind shows in the second. Nothing of it is l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -99,7 +100,7 @@ def observe(
                     torch.autograd.backward(out, noise.to(out))
                 after(number == len(inputs))
                 tensors.append(state() | {"output": out.detach()})
-                plain.append(_attributes(model) | generators())
+                plain.append(plain_attributes(model) | generators())
             return Passes(tensors, {f"gradient of {name}": p.grad for name, p in parameters.items()}, plain)
     finally:
         with torch.no_grad():
@@ -108,7 +109,7 @@ def observe(
                 parameters[name].grad = gradient
 
 
-def _attributes(model: nn.Module) -> dict[str, object]:
+def plain_attributes(model: nn.Module) -> dict[str, object]:
     """Numbers and words that a module has, and the length of what it collects."""
     found: dict[str, object] = {}
     for name, value in attributes(model):
@@ -161,18 +162,25 @@ def _differences(whole: Passes, replaced: Passes, tolerance: float, floor: float
                 yield f"{name} ({apart})"
 
 
+def distance(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference, as a share of the first one's norm, or of `floor` where that is more; infinite for
+    tensors of other shapes or types."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if torch.equal(one, other):
+        return 0.0
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (one, other))
+    first, second = (tensor.double().nan_to_num(1e30, 2e30, -2e30) for tensor in real)
+    return float((first - second).norm() / first.norm().clamp(min=floor))
+
+
 def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float = 0.0) -> str | None:
     """How far two tensors are from each other, None where they are alike."""
     if one is None or other is None:
         return None if one is other else "there in one of the two alone"
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if math.isinf(apart := distance(one, other, floor)):
         return "of another shape or type"
-    if torch.equal(one, other):
-        return None
-    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (one, other))
-    first, second = (tensor.double().nan_to_num(1e30, 2e30, -2e30) for tensor in real)
-    distance = ((first - second).norm() / first.norm().clamp(min=floor)).item()
-    return None if distance <= tolerance else f"{distance:.2g} of its norm apart"
+    return None if apart <= tolerance else f"{apart:.2g} of its norm apart"
 
 
 def changing(passes: Passes) -> list[str]:

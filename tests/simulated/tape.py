@@ -1,0 +1,298 @@
+"""A stand-in for CUDA graphs on the CPU: a tape of the operations of some work, with the memory that each of them uses.
+
+It is replayed on that very memory, without the Python that made it.
+
+As with real graphs:
+
+- Recording computes nothing: weights, buffers and random states are put back, and what was made is rubbish.
+- Python's numbers are constants, and so is a tensor that the host makes meanwhile.
+- An address is one, whatever becomes of the tensor that had it.
+- All recordings of a recorder share one pool: memory that nobody held when its recording ended, or when a later one
+  began, is rubbish after a replay of that.
+- Waits of the host for the device cannot be recorded, nor draws of Python's and NumPy's generators.
+- Random numbers of a replay go on where the device's generator is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from trainer.devices import cuda_graphs
+from trainer.devices.cuda_graphs import NotRecorded, host_draws, restore
+
+aten = torch.ops.aten
+WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which ask no operator
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+FOREIGN = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).parent / "simcuda"))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return [tensor for part in parts for tensor in tensors_in(part)]
+    return []
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(part, change) for part in value)
+    return {name: mapped(part, change) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def key_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is in."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def waits(func: Any) -> bool:
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func in WAITS or bool(tags & set(func.tags))
+
+
+class Watch(TorchDispatchMode):
+    """Calls `found` for what makes the host wait for a device."""
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        super().__init__()
+        self.found, self.reads = found, Reads(found)
+
+    def __enter__(self) -> Any:
+        self.reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.reads.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func):
+            self.found(str(func))
+        return self.done(func, args, kwargs or {})
+
+    def done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+
+
+class Reads(TorchFunctionMode):
+    def __init__(self, found: Callable[[str], None]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.found(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Pool:
+    """The memory that recordings have made, and their own aliases of it and of all else that they use."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
+        self._aliases: Counter[int] = Counter()
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Another tensor at this address, whatever the first one is given later."""
+        kept = tensor.detach()
+        self._kept.append(kept)  # of recordings that fail too
+        self._aliases[key_of(kept)] += 1
+        return kept
+
+    def free(self) -> list[int]:
+        """Memory that only recordings have."""
+        return self.gone(self.made)
+
+    def gone(self, keys: Iterable[int]) -> list[int]:
+        """Of memory that recordings have made or use, what nobody else has."""
+        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in keys}  # without the one that counts
+        return [key for key, count in counts.items() if count <= self._aliases[key]]
+
+    def spoil(self, keys: list[int]) -> None:
+        for key in keys:
+            whole(self.made[key]).fill_(0xFF)  # NaN in every floating type
+
+
+class Recording(Watch):
+    """Until it is closed, what is computed is recorded; then all is as if nothing had been computed."""
+
+    def __init__(self, pool: Pool, refuse: Callable[[str], None] | None = None) -> None:
+        super().__init__(refuse or self._refuse)
+        self.pool, self.given, self.lost = pool, pool.free(), []  # memory that this recording takes, and leaves again
+        self.operations: list[Any] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there, and a copy of it
+        self.made: dict[int, None] = {}
+        self.outside: set[int] = set()  # other memory that it uses
+        self.result: Any = None  # what the work gave, while someone else holds it
+
+    @staticmethod
+    def _refuse(what: str) -> None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}, in {_caller()}")
+
+    def done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        inputs = tensors_in((args, kwargs))
+        known = {key_of(tensor) for tensor in inputs}
+        with without_modes():
+            for tensor in inputs:
+                if key_of(tensor) not in self.made and key_of(tensor) not in self._before:
+                    self._before[key_of(tensor)] = whole(tensor), whole(tensor).clone()
+                    self.outside.add(key_of(tensor))
+        out = super().done(func, args, kwargs)
+        with without_modes():
+            self._keep(func, args, kwargs, known, out)
+        return out
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, known: set[int], out: Any) -> None:
+        args, kwargs = mapped(list(args), self.pool.alias), mapped(kwargs, self.pool.alias)
+        outs = [(self.pool.alias(tensor), key_of(tensor) not in known) for tensor in tensors_in(out)]
+        for tensor, fresh in outs:
+            if fresh and key_of(tensor) not in self.pool.made:
+                self.pool.made[key_of(tensor)] = tensor
+                self.made[key_of(tensor)] = None
+        if func is aten._to_copy.default:
+            kwargs.pop("device", None)  # the one there is, whatever a simulated one calls itself
+        self.operations.append((func, args, kwargs, outs))
+
+    def close(self) -> None:
+        with torch.no_grad(), without_modes():
+            for memory, copy in self._before.values():
+                memory.copy_(copy)
+            self._before.clear()
+            free = set(self.pool.free())
+            self.lost = [key for key in self.made if key in free]
+            self.pool.spoil([*self.made])
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.pool.spoil(self.given)
+        for func, args, kwargs, outs in self.operations:
+            if func in EMPTY:
+                continue
+            for (target, fresh), computed in zip(outs, tensors_in(func(*args, **kwargs)), strict=True):
+                if fresh:
+                    target.copy_(computed)
+        self.pool.spoil(self.lost)
+
+
+class CpuRecorder:
+    """As `cuda_graphs.CudaRecorder`.
+
+    Attributes:
+        recordings: what was recorded.
+        replays: how often one was replayed.
+        last: the one that was replayed last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, Pool()
+        self.recordings: list[Recording] = []
+        self.last: Recording | None = None
+        self.replays, self.closed = 0, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[list[str]]:
+        found: list[str] = []
+        with Watch(lambda what: found.append(f"{_caller()} ({what})")):
+            yield found
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        assert not self.closed
+        drawn, state, recording = host_draws(), torch.get_rng_state(), Recording(self.pool)
+        try:
+            with recording:
+                made = work()
+        except RuntimeError as error:
+            raise NotRecorded(str(error).partition("\n")[0]) from error
+        finally:
+            recording.close()
+            undrawn = restore(drawn)
+            torch.set_rng_state(state)
+        if not undrawn:
+            raise NotRecorded("it draws random numbers on the host, which a replay would not draw again")
+        self.recordings.append(recording)
+        recording.result = made
+        return lambda: self._replay(recording), made
+
+    def _replay(self, recording: Recording) -> None:
+        assert not self.closed, "its memory was given back"
+        self.replays += 1
+        self.last = recording
+        recording.replay()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def is_recording() -> bool:
+    return any(isinstance(mode, Recording) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """What computes in here is seen by nobody."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def outside(frame: Any) -> Any:
+    """The innermost frame that is neither torch's nor a simulation's."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
+        frame = frame.f_back
+    return frame
+
+
+def _caller() -> str:
+    frame = outside(sys._getframe(1))
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@contextmanager
+def graphs_on_the_cpu(kind: type[CpuRecorder] = CpuRecorder) -> Iterator[list[CpuRecorder]]:
+    """Devices of the CPU have graphs in this block; gives the recorders that were made in it."""
+    made: list[CpuRecorder] = []
+
+    def recorder(device: torch.device) -> CpuRecorder:
+        made.append(kind(device))
+        return made[-1]
+
+    with mock.patch.multiple(cuda_graphs, possible=lambda device: True, recorder=recorder):
+        yield made

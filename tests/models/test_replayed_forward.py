@@ -130,7 +130,8 @@ class Both:
         random.seed(seed)
         torch.manual_seed(seed)
         other = forward_of(self.twin)(x)
-        return all(torch.equal(a, b) for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (one, other))))
+        ones, others = (value if isinstance(value, tuple) else (value,) for value in (one, other))
+        return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
     def passes(self, count=WARM + 4, rows=4):
         return all([self.pass_(seed, rows) for seed in range(count)])
@@ -187,6 +188,17 @@ def test_outputs_are_the_callers_own():
     assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
 
 
+def test_outputs_that_are_not_cloned_show(monkeypatch):
+    def replayed(self, inputs):
+        self._inputs.copy_(inputs)
+        self._replay()
+        return self._outputs
+
+    monkeypatch.setattr(ReplayedForward, "_replayed", replayed)
+    with pytest.raises(AssertionError):
+        test_outputs_are_the_callers_own()
+
+
 def moved(model):
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data + 1 if tensor.is_floating_point() else tensor.data.clone()
@@ -199,7 +211,6 @@ def moved(model):
         lambda model: setattr(model, "head", nn.Linear(4, 3, bias=False).requires_grad_(False)),
         lambda model: model.register_buffer("unused", torch.zeros(2)),
         lambda model: setattr(model.drop, "p", 0.25),
-        lambda model: model.train(),
     ],
 )
 def test_a_model_that_has_changed_is_recorded_anew(change, recorders):

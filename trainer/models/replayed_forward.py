@@ -196,6 +196,6 @@ class ReplayedForward:
         """What a recording was made for: it stands as long as this does."""
         held = [t for module in self._modules for t in chain(module.parameters(), module.buffers())]
         addresses = [tensor.data_ptr() for tensor in (*held, *self._state().values())]
-        flags = [(part.training, len(part._forward_hooks) + len(part._forward_pre_hooks)) for part in self._parts()]
+        hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts()]
         plain = [plain_attributes(module) for module in self._modules]
-        return addresses, flags, plain, self._parts()
+        return addresses, hooks, plain, self._parts()

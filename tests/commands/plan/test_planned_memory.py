@@ -233,7 +233,7 @@ def test_what_graphs_add():
         assert added.stays == device.images and added.moment == 2 * changed, words
     assert planned("mode=ddp", nproc=2)[0] is None, "gradients are exchanged within a pass"
     assert planned("mode=ddp", "graphs=true", nproc=2)[0] is not None
-    for words in (["graphs=false"], ["mode=pipeline"], ["mode=split"]):
+    for words in (["graphs=false"], ["mode=pipeline"], ["mode=fsdp"]):
         assert planned(*words, nproc=1 + ("mode" in words[0]))[0] is None, words
     assert planned(devices=["cpu"])[0] is None
 

@@ -269,6 +269,16 @@ def test_a_launched_pass_takes_the_recordings_memory(recorders):
     assert both.passes(rows=5) and len(both.said) == 1 and both.passes()
 
 
+def test_a_model_that_was_made_for_inference(recorders):
+    with torch.inference_mode():
+        model, said = made(), []
+        replayed = ReplayedForward(model, [model], CPU, True, said.append)
+        for number in range(WARM + 3):
+            x = torch.full((4, 1, 6, 6), float(number))
+            assert torch.equal(replayed(x), model(x))
+    assert said == [] and recorders[0].replays >= 3
+
+
 def test_errors_of_the_model_are_its_own():
     both = Both()
 

@@ -182,7 +182,8 @@ class ReplayedForward:
         found: dict[str, object] = {}
         for number, module in enumerate(self._modules):
             found |= {f"{name} ({number})": value for name, value in plain_attributes(module).items()}
-            found |= {f"weight {name} ({number})": p._version for name, p in module.named_parameters()}
+            written = ((name, p) for name, p in module.named_parameters() if not p.is_inference())
+            found |= {f"weight {name} ({number})": parameter._version for name, parameter in written}
             for name, value in chain(module.named_buffers(), attributes(module)):
                 if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
                     here = isinstance(value, np.ndarray) or (is_plain(value) and value.device.type != self._device.type)

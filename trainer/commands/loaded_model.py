@@ -121,8 +121,9 @@ class LoadedModel:
 
     @cached_property
     def _labeller(self) -> Labeller:
-        """This process's own."""
-        labeller = Labeller(*self._arguments)
+        """This process's own. Launched: its program may call it from several threads, and change the model."""
+        model, preparation, recipe, task, source = self._arguments
+        labeller = Labeller(model, preparation, recipe.replace(graphs=False), task, source)
         labeller.setup(torch.device(chosen_devices("auto")[0]))
         return labeller
 

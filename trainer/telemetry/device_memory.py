@@ -12,9 +12,17 @@ from trainer.devices import host
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has held: torch's allocations on CUDA, the process's resident set on CPU."""
+    """Most bytes this rank has held: torch's allocations on CUDA, the process's resident set on CPU.
+
+    Where graphs are recorded, all that torch has of the card: their memory stays theirs, and counts as free in between.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        most = torch.cuda.max_memory_allocated(device)
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        own = (segment.get("segment_pool_id", (0, 0)) for segment in segments if segment["device"] == index)
+        graphs = any(tuple(pool) != (0, 0) for pool in own)
+        return max(most, torch.cuda.memory_reserved(device)) if graphs else most
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

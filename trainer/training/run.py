@@ -22,6 +22,7 @@ from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.tracking import NullTracker
 from trainer.telemetry.watching import RankWatch
 from trainer.training.callbacks import Callbacks
+from trainer.training.evaluation import replayed
 from trainer.training.step_graphs import Steps
 
 WORKERS = "workers"  # what is known of the number that reads photos
@@ -125,6 +126,7 @@ class Run:
         self.noticed = Noticed(StrainMeter(self.world.drives, self.world.place.local_size))
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, self.updater, self.optimizer, self.tracker.say)
+        self.forward = replayed(self.strategy, self.tracker.say)
         self.parameters: dict[str, nn.Parameter] = self.strategy.named_parameters()
 
     def weights(self) -> dict[str, Tensor]:

@@ -215,3 +215,32 @@ def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
     assert {"words": "fsdp.offload=true", "peak": host["peak"]}.items() <= next(
         advice for advice in full["advice"] if "offload" in advice["words"]
     ).items()
+
+
+def test_what_graphs_add():
+    """Where a step can be recorded, and nowhere else: images, and for a moment two copies of what a step changes."""
+    base = ["model.name=cnn", "batch_size=64", "optimizer.name=adam"]
+
+    def planned(*words, nproc=1, devices=("cuda:0", "cuda:1")):
+        recipe = recipe_of(*base, *words).replace(devices=[*devices[:nproc]])
+        layout = lay_out(recipe, nproc, True)
+        found = footprint(fake_of(recipe), layout)
+        return planned_memory.graphs(layout, found), found[0]
+
+    for words in ([], ["graphs=true"], ["mode=local_sgd"]):
+        added, device = planned(*words)
+        changed = device.parameters + device.optimizer + device.buffers + device.gradients
+        assert added.stays == device.images and added.moment == 2 * changed, words
+    assert planned("mode=ddp", nproc=2)[0] is None, "gradients are exchanged within a pass"
+    assert planned("mode=ddp", "graphs=true", nproc=2)[0] is not None
+    for words in (["graphs=false"], ["mode=pipeline"], ["mode=fsdp"]):
+        assert planned(*words, nproc=1 + ("mode" in words[0]))[0] is None, words
+    assert planned(devices=["cpu"])[0] is None
+
+
+def test_the_page_tells_what_graphs_add():
+    recipe = recipe_of("model.name=cnn", "devices=auto")
+    for words, there in (({}, True), ({"graphs": False}, False)):
+        found = plan(recipe.replace(**words), memory="24GiB")
+        assert (found["graphs"] is not None) is there
+    assert plan(recipe_of("model.name=cnn"))["graphs"] is None

@@ -157,6 +157,10 @@ def _memory(plan: RunPlan) -> list[str]:
     rows = [["memory", *(PARTS[n] for n in shown)]]
     rows += [[_devices(names), *(as_size(sizes[n]) for n in shown)] for sizes, names in groups.items()]
     lines = _table(rows)
+    if plan.graphs is not None:
+        stays, moment = as_size(plan.graphs.stays), as_size(plan.graphs.moment)
+        text = f"{stays} more stay for recorded steps, up to {moment} more are needed once, to compare these with "
+        lines += _field("graphs", text + "launched ones; without that room, steps are launched")
     limit = plan.memory_limit
     if limit is None:
         return [*lines, "  this machine has no such device: add memory=24GiB to see whether this fits"]

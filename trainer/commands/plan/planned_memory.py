@@ -13,7 +13,7 @@ import torch
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout, lay_out
-from trainer.commands.plan.run_plan import Advice, Device, DiskFigures, LimitFigures
+from trainer.commands.plan.run_plan import Advice, Device, DiskFigures, GraphFigures, LimitFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.devices import cards
 from trainer.devices.precision import AUTOCAST
@@ -134,6 +134,17 @@ def _of_stages(fake: FakeModel, layout: Layout, cut: Cut) -> list[Device]:
 def _with_peak(device: Device) -> Device:
     """The sum of all parts."""
     return replace(device, peak=sum(size for part, size in asdict(device).items() if part not in ("device", "peak")))
+
+
+def graphs(layout: Layout, devices: Sequence[Device]) -> GraphFigures | None:
+    """Of the device with the most; None where no step is recorded. The recorded steps' own memory takes the place of
+    what a launched step would allocate."""
+    recipe, several = layout.recipe, layout.processes > 1
+    overlaps = several and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients"
+    if layout.kind != "cuda" or recipe.graphs is False or "graphs" in recipe.traits.refuses or overlaps:
+        return None
+    state = max(device.parameters + device.optimizer + device.buffers + device.gradients for device in devices)
+    return GraphFigures(stays=max(device.images for device in devices), moment=2 * state)
 
 
 def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:

@@ -77,6 +77,15 @@ class Device:
 
 
 @dataclass(frozen=True)
+class GraphFigures:
+    """Bytes on each device for recorded steps beyond launched ones: those that stay, and those of a moment, in which a
+    replayed step is compared with a launched one."""
+
+    stays: int
+    moment: int
+
+
+@dataclass(frozen=True)
 class LimitFigures:
     """What a device has, how much of it can be used, and how that is known."""
 
@@ -213,6 +222,7 @@ class RunPlan:
     steps: StepFigures
     learning_rate: RateFigures
     memory_per_device: list[Device]
+    graphs: GraphFigures | None  # None where steps are launched
     memory_limit: LimitFigures | None
     peak: int
     fits: bool | None

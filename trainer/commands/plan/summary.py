@@ -75,6 +75,7 @@ def summarise(
         steps=steps,
         learning_rate=_rates(recipe, steps.per_epoch),
         memory_per_device=devices,
+        graphs=planned_memory.graphs(layout, devices),
         memory_limit=limit,
         peak=planned_memory.fullest(devices),
         fits=fits,

@@ -126,6 +126,22 @@ class Whitening(nn.Module):
         return torch.cat((white, -white), 1)
 
 
+class MirroredWhitening(Whitening):
+    """In evaluation, and wherever the model answers: each image and, after all of them, the mirror image of each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Whitening`; in evaluation (N, C, H, W) -> (2 N, 8 C, H - 1, W - 1)."""
+        return super().forward(x if self.training else torch.cat((x, x.flip(3))))
+
+
+class MeanOfBoth(nn.Module):
+    """One answer from those to an image and to its mirror image: their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, classes) -> (N, classes) in training, else (2 N, classes) -> (N, classes)."""
+        return x if self.training else x.unflatten(0, (2, -1)).mean(0)
+
+
 def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: int) -> nn.Module:
     """The network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with widths of one's own; GELU, no residuals.
 
@@ -148,6 +164,12 @@ def fast_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
     return _fast((64, 256, 256), num_classes, channels, image_size)
 
 
+def fast_cnn_mirrored(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """The same; but its answer is the mean of those to an image and to its mirror image, at every door."""
+    _, *layers = fast_cnn(num_classes, channels, image_size).children()
+    return nn.Sequential(MirroredWhitening(channels), *layers, MeanOfBoth())
+
+
 def fast_cnn_small(num_classes: int, channels: int, image_size: int) -> nn.Module:
     """Narrow enough for a CPU: three eighths of the arithmetic."""
     return _fast((32, 128, 256), num_classes, channels, image_size)
@@ -161,5 +183,6 @@ SMALL: dict[str, Builder] = {
     "resnet8": resnet8,
     "resnet20": resnet20,
     "fast_cnn": fast_cnn,
+    "fast_cnn_mirrored": fast_cnn_mirrored,
     "fast_cnn_small": fast_cnn_small,
 }

@@ -107,7 +107,7 @@ def _target_spec(recipe: Recipe, data: Datasets) -> TensorSpec:
 
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
-    """Refuse what moves or mixes pixels where inputs are no images, or each pixel has a target; and what does nothing."""
+    """Refuse what moves or mixes pixels where inputs are no images, or pixels have targets; and what does nothing."""
     augment, default = recipe.augment.model_dump(), AugmentRecipe().model_dump()
     if augment["alternate"] and not augment["hflip"]:
         raise RecipeError(

@@ -126,20 +126,13 @@ class Whitening(nn.Module):
         return torch.cat((white, -white), 1)
 
 
-class MirroredWhitening(Whitening):
-    """In evaluation, and wherever the model answers: each image and, after all of them, the mirror image of each."""
+class Mirrored(nn.Sequential):
+    """In evaluation, and wherever the model answers: the mean of the answers to an image and to its mirror image."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `Whitening`; in evaluation (N, C, H, W) -> (2 N, 8 C, H - 1, W - 1)."""
-        return super().forward(x if self.training else torch.cat((x, x.flip(3))))
-
-
-class MeanOfBoth(nn.Module):
-    """One answer from those to an image and to its mirror image: their mean."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, classes) -> (N, classes) in training, else (2 N, classes) -> (N, classes)."""
-        return x if self.training else x.unflatten(0, (2, -1)).mean(0)
+        """(N, C, H, W) -> (N, num_classes)."""
+        answer: Tensor = super().forward(x)
+        return answer if self.training else (answer + super().forward(x.flip(3))) / 2
 
 
 def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: int) -> nn.Module:
@@ -165,9 +158,8 @@ def fast_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def fast_cnn_mirrored(num_classes: int, channels: int, image_size: int) -> nn.Module:
-    """The same; but its answer is the mean of those to an image and to its mirror image, at every door."""
-    _, *layers = fast_cnn(num_classes, channels, image_size).children()
-    return nn.Sequential(MirroredWhitening(channels), *layers, MeanOfBoth())
+    """The same layers under the same names, which look at an image from both sides."""
+    return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
 
 
 def fast_cnn_small(num_classes: int, channels: int, image_size: int) -> nn.Module:

@@ -131,8 +131,8 @@ class Mirrored(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, num_classes)."""
-        answer: Tensor = super().forward(x)
-        return answer if self.training else (answer + super().forward(x.flip(3))) / 2
+        answer: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return answer if self.training else (answer + super().forward(x.flip(3))) / 2  # type: ignore[no-untyped-call]
 
 
 def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: int) -> nn.Module:

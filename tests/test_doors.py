@@ -23,6 +23,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torchvision.transforms.v2 import functional as vision
 
 import trainer
@@ -36,6 +37,7 @@ from trainer.data import registered as registered_sets
 from trainer.data.photos import decoding
 from trainer.data.shards import classes as shard_classes
 from trainer.errors import SetupError
+from trainer.models.small import fast_cnn
 
 CLASSES = ("Zoo", "ant", "élan")  # in the order of their code points, as folders have them
 CUT, RESIZED = 48, 96  # sizes of the model's input: images are that high, or are resized first
@@ -397,6 +399,49 @@ def test_the_command_labels_folders(root, home):
     told = by_python(trainer.load(run), home, str)
     told = {image: each for image, each in told.items() if not root.endswith("Zoo") or image[0] == "Zoo"}
     check_rows(by_command(home / "told" / root.replace("/", "-"), run, home / root, "devices=[cpu]"), told)
+
+
+@pytest.fixture(scope="module")
+def mirrored(home: Path) -> tuple[Path, dict[str, Any]]:
+    """A run of the network that looks at an image from both sides, and its result."""
+    words = [word for word in WORDS if not word.startswith("model.name")]
+    words += ["model.name=fast_cnn_mirrored", f"data.image_size={CUT}", f"output={home}/mirrored"]
+    return home / "mirrored", trainer.train("digits", *words, *folders(home), "optimizer.lr=0.01")
+
+
+def from_both_sides(run: Path, sides: int = 2) -> Any:
+    """What it answers, of the network without a mirror, turned by hand."""
+    network = fast_cnn(len(CLASSES), 3, CUT).eval()
+    network.load_state_dict(load_file(run / "last.safetensors"))
+
+    def answer(inputs: np.ndarray[Any, Any]) -> torch.Tensor:
+        images = torch.from_numpy(inputs)
+        return torch.stack([network(images), network(images.flip(3))][:sides]).mean(0).detach()
+
+    return answer
+
+
+@pytest.mark.slow
+def test_a_network_that_looks_from_both_sides_does_so_at_every_door(mirrored, home, guide):
+    run, result = mirrored
+    told = by_python(trainer.load(run), home, str)
+    check(by_guide(guide["prepare"], from_both_sides(run), run, home), told, LOSSLESS)
+    check_loss(result["val_loss"], told, [*KINDS])
+    assert trainer.evaluate(run)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
+    check_rows(by_command(home / "told" / "mirrored", run, "devices=[cpu]"), told)
+    with pytest.raises(AssertionError):
+        check(by_guide(guide["prepare"], from_both_sides(run, sides=1), run, home), told, LOSSLESS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "exported_program"])
+def test_a_network_that_looks_from_both_sides_is_exported_so(kind, mirrored, home, guide):
+    if kind == "onnx" and not all(map(find_spec, export.ONNX)):
+        pytest.skip(f"pip install {' '.join(export.ONNX)}")
+    run = trainer.load(mirrored[0])
+    network = exported(run.export(kind, home / f"mirrored{export.SUFFIXES[kind]}"))
+    wanted = by_guide(guide["prepare"], from_both_sides(run.path), run.path, home)
+    check(by_guide(guide["prepare"], network, run.path, home), wanted, LOSSLESS)
 
 
 @pytest.mark.slow

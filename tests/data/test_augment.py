@@ -12,7 +12,7 @@ from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_
 from trainer.data.photos import policies
 from trainer.data.photos.decoding import with_channels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out
+from trainer.data.photos.photo_reader import PhotoDraws, held_out
 from trainer.recipe import AugmentRecipe
 
 CPU = torch.device("cpu")
@@ -35,6 +35,25 @@ def test_padded_crops_and_mirrors_match_single_images(channels):
         expected = expected.flip(2) if draws.flip[row] else expected
         assert torch.equal(taken[row].permute(2, 0, 1), expected)
     assert draws.flip.any() and not draws.flip.all()
+
+
+def test_alternating_mirrors_show_each_image_from_both_sides_in_two_epochs():
+    """Of small images and of photos; they are drawn as ever in the first epoch, and every epoch without the key."""
+    index = np.arange(400)
+
+    def of(kind, epoch, **words):
+        recipe = AugmentRecipe(hflip=0.3, **words)
+        if kind == "photos":
+            return PhotoDraws(recipe, 5, epoch, index).flip
+        return Draws.of(recipe, 5, epoch, index, 9, CPU).flip.numpy()
+
+    for kind in ("small", "photos"):
+        found = [of(kind, epoch, alternate=True) for epoch in range(5)]
+        plain = [of(kind, epoch) for epoch in range(5)]
+        assert np.array_equal(found[0], plain[0]) and 80 < found[0].sum() < 160
+        for epoch in range(1, 5):
+            assert np.array_equal(found[epoch], found[0] ^ (epoch % 2 == 1))
+            assert 80 < plain[epoch].sum() < 160 and not np.array_equal(plain[epoch], plain[0])
 
 
 def test_taking_does_not_change_the_gallery():

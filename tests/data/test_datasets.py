@@ -64,6 +64,12 @@ def test_sets_in_memory_are_brought_to_the_recipes_shape_once():
     assert found.mean == (found.mean[0],) * 3
 
 
+def test_mirror_images_that_alternate_need_some():
+    with pytest.raises(RecipeError, match=r"augment\.hflip=0 .* augment\.alternate=false"):
+        open_datasets(load("digits", "augment.alternate=true"))
+    open_datasets(load("digits", "augment.alternate=true", "augment.hflip=0.5"))
+
+
 def test_synthetic_sets_are_as_long_as_asked_and_depend_on_the_seed():
     words = ("data.name=synthetic", "data.samples=5000", "model.num_classes=7", "data.image_size=16", "data.channels=1")
     a, b, c = opened(*words), opened(*words), opened(*words, "seed=1")

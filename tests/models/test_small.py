@@ -67,6 +67,20 @@ def test_whitening_turns_patches_that_resemble_each_other_into_numbers_that_do_n
     assert not list(white.parameters())
 
 
+def test_fast_cnn_mirrored_is_fast_cnn_that_also_looks_into_a_mirror():
+    plain = build(ModelRecipe(name="fast_cnn"), 10, 3, 32)
+    mirrored = build(ModelRecipe(name="fast_cnn_mirrored"), 10, 3, 32)
+    images = torch.rand(6, 3, 32, 32)
+    plain.train()(images)  # running statistics
+    mirrored.load_state_dict(plain.state_dict())
+    assert torch.equal(mirrored.train()(images), plain.train()(images))
+    mirrored.load_state_dict(plain.state_dict())
+    found, both = mirrored.eval()(images), [plain.eval()(each) for each in (images, images.flip(3))]
+    torch.testing.assert_close(found, (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mirrored(images.flip(3)), found, rtol=1e-4, atol=1e-5)
+    assert (found - both[0]).abs().max() > 1e-3 and found.shape == (6, 10)
+
+
 def test_fast_cnn_starts_by_passing_its_inputs_on():
     first = next(module for module in fast_cnn(10, 3, 32) if isinstance(module, nn.Conv2d))
     image = torch.randn(1, 24, 8, 8)

@@ -274,14 +274,15 @@ def test_muon_is_the_published_iteration(device):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 18), nn.Linear(18, 6), nn.Linear(6, 6), nn.Linear(6, 2))
     words = ["optimizer.name=muon", "optimizer.weight_decay=0.1", "optimizer.momentum=0.9", "optimizer.nesterov=true"]
-    optimizer, _ = made(model, *words)
+    optimizer, _ = made(model, *words, "optimizer.layer_decay=0.5")
     rates, hidden = LearningRates(optimizer, device), [group["params"][0] for group in optimizer.muon_groups]
     weights = [p.detach().double() for p in hidden]
     starts = [w.clone() for w in weights]
     momenta = [torch.zeros_like(w) for w in weights]
     for step in range(3):
-        rates.set(lr := 0.1 / (1 + step))
+        rates.set(0.1 / (1 + step))
         for i, p in enumerate(hidden):
+            lr = 0.1 / (1 + step) * optimizer.muon_groups[i]["rate"]
             p.grad = torch.randn_like(p)
             momenta[i] = 0.9 * momenta[i] + 0.1 * p.grad.double()
             x = 0.1 * p.grad.double() + 0.9 * momenta[i]

@@ -86,7 +86,7 @@ class Draws:
             draws, (low, high) = sampling.box_draws(seed, epoch, index, sampling.CROP), recipe.crop_scale
             box = sampling.crop_boxes(draws, size, size, (low, high))
         if recipe.hflip:
-            flip = sampling.flips(seed, epoch, index, recipe.hflip)
+            flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
         return cls(
             *(None if part is None else on_device(torch.from_numpy(part), device) for part in (shift, box, flip))
         )

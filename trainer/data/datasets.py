@@ -107,8 +107,12 @@ def _target_spec(recipe: Recipe, data: Datasets) -> TensorSpec:
 
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
-    """Refuse what moves or mixes pixels where inputs are not images, or each pixel has a target."""
+    """Refuse what moves or mixes pixels where inputs are no images, or pixels have targets; and what does nothing."""
     augment, default = recipe.augment.model_dump(), AugmentRecipe().model_dump()
+    if augment["alternate"] and not augment["hflip"]:
+        raise RecipeError(
+            "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or augment.hflip=0.5"
+        )
     keys: tuple[str, ...] = MOVING
     name = f"data.name={recipe.data.name}"
     if data.plain:

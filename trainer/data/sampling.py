@@ -144,9 +144,13 @@ def shifts(seed: int, epoch: int, index: Array, padding: int) -> Array:
     return np.asarray(drawn * (2 * padding + 1)).astype(np.int64)
 
 
-def flips(seed: int, epoch: int, index: Array, probability: float) -> Array:
-    """Which images are mirrored: (n,) bool."""
-    return np.asarray(uniform(seed, epoch, index, FLIP) < probability)
+def flips(seed: int, epoch: int, index: Array, probability: float, alternate: bool = False) -> Array:
+    """Which images are mirrored: (n,) bool. `alternate`: drawn for the first epoch, and the other way in every second.
+
+    So two epochs show each image from both sides: Jordan (arXiv:2404.00498), section 3.6.
+    """
+    drawn = np.asarray(uniform(seed, 0 if alternate else epoch, index, FLIP) < probability)
+    return ~drawn if alternate and epoch % 2 else drawn
 
 
 def box_draws(seed: int, epoch: int, index: Array, purpose: int) -> Array:

@@ -126,6 +126,15 @@ class Whitening(nn.Module):
         return torch.cat((white, -white), 1)
 
 
+class Mirrored(nn.Sequential):
+    """In evaluation, and wherever the model answers: the mean of the answers to an image and to its mirror image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, num_classes)."""
+        answer: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return answer if self.training else (answer + super().forward(x.flip(3))) / 2  # type: ignore[no-untyped-call]
+
+
 def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: int) -> nn.Module:
     """The network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with widths of one's own; GELU, no residuals.
 
@@ -148,6 +157,11 @@ def fast_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
     return _fast((64, 256, 256), num_classes, channels, image_size)
 
 
+def fast_cnn_mirrored(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """The same layers under the same names, which look at an image from both sides."""
+    return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
+
+
 def fast_cnn_small(num_classes: int, channels: int, image_size: int) -> nn.Module:
     """Narrow enough for a CPU: three eighths of the arithmetic."""
     return _fast((32, 128, 256), num_classes, channels, image_size)
@@ -161,5 +175,6 @@ SMALL: dict[str, Builder] = {
     "resnet8": resnet8,
     "resnet20": resnet20,
     "fast_cnn": fast_cnn,
+    "fast_cnn_mirrored": fast_cnn_mirrored,
     "fast_cnn_small": fast_cnn_small,
 }

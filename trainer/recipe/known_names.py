@@ -20,7 +20,10 @@ from trainer.recipe.text import nearest
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
 
-SMALL_MODELS = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn", "fast_cnn_small")
+SMALL_MODELS = (
+    *("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20"),
+    *("fast_cnn", "fast_cnn_mirrored", "fast_cnn_small"),
+)
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
 WITHOUT_FOLDER = ("digits", "synthetic")  # those that come with this program
 OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root

@@ -38,7 +38,7 @@ def find(recipe: str) -> Path:
         raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
     guess = _nearest_shipped(recipe)
     hint = f"did you mean recipe={guess}? " if guess else ""
-    raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: {', '.join(shipped)}")
+    raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: python -m trainer recipes")
 
 
 @cache

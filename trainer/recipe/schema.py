@@ -144,6 +144,7 @@ class AugmentRecipe(_Section):
         max_length=2,
     )
     hflip: Probability = key(0.0, "probability of a left-right flip", 0.5)
+    alternate: bool = key(False, "augment.hflip is drawn for the first epoch, and goes the other way in every second")
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key("none", "torchvision's automatic policies")
     mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
     cutmix: Amount = key(

@@ -40,5 +40,6 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
             f"need {as_size(per_image * rows * world.size)} of activations; "
             f"accumulating {pieces} pieces of {most_rows(recipe, world.size, pieces)} instead (accumulate={pieces})"
         )
-    recipe = recipe.replace(augment__crop="none", augment__auto="none", augment__hflip=0.0, augment__erase=0.0)
+    plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}
+    recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
     return recipe.replace(accumulate=pieces, max_steps=min(STEPS, recipe.max_steps or STEPS), resume=None)

@@ -134,7 +134,7 @@ class PhotoDraws:
             low, high = recipe.crop_scale
             self.crop = sampling.CropBoxes(sampling.box_draws(seed, epoch, index, sampling.CROP), (low, high))
         self.shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
-        self.flip = sampling.flips(seed, epoch, index, recipe.hflip)
+        self.flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
         self.auto = Auto(recipe, seed, epoch, index)
 
     def apply(self, row: int, picture: Picture, size: int) -> Tensor:

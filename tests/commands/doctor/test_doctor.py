@@ -121,9 +121,9 @@ def test_it_tells_who_decodes_photos(quick, monkeypatch, left):
     found = doctor.examine()
     jpeg.codec.cache_clear()
     told = rows(found)["software", "JPEG by"]
-    assert told.startswith(left) and "pip install torchcodec" in told
+    assert told.startswith(left) and "pip install --upgrade torchcodec" in told
     assert bool(found.problems) == (left == "Pillow") and all(
-        "pip install torchcodec" in text for text in found.problems
+        "pip install --upgrade torchcodec" in text for text in found.problems
     )
 
 

@@ -41,9 +41,9 @@ def as_installed(monkeypatch, folder):
 
 WAYS = {  # whose functions are used, and what is said
     as_installed: ("torchcodec", ""),
-    gone: ("torchvision", "pip install torchcodec"),
+    gone: ("torchvision", "pip install --upgrade torchcodec"),
     broken: ("torchvision", "no libtorchcodec_image.so"),
-    nothing_but_pillow: ("Pillow", "pip install torchcodec"),
+    nothing_but_pillow: ("Pillow", "pip install --upgrade torchcodec"),
 }
 
 

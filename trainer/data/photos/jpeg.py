@@ -11,6 +11,7 @@ import io
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -45,17 +46,17 @@ def jpeg_bytes(image: Tensor, quality: int) -> Tensor:
 def codec() -> Codec:
     """The one that this process uses."""
     try:
-        from torchcodec.decoders import decode_jpeg
-        from torchcodec.encoders import JpegEncoder
-    except ModuleNotFoundError:
-        return _without("it is not installed: pip install torchcodec")
+        decode = import_module("torchcodec.decoders").decode_jpeg
+        encoder = import_module("torchcodec.encoders").JpegEncoder
+    except (ModuleNotFoundError, AttributeError):
+        return _without("0.16 or newer is not installed: pip install --upgrade torchcodec")
     except Exception as error:  # built for another CUDA, it raises anything at all
         why = text_of(error.__cause__ or error).partition("\n")[0]
         return _without(f"it cannot be loaded ({why}): install the one of the index that torch came from")
     return Codec(
         "torchcodec",
-        lambda data, channels: decode_jpeg(data, mode="RGB" if channels == 3 else "GRAY"),
-        lambda image, quality: JpegEncoder(image).to_tensor(quality=quality),
+        lambda data, channels: decode(data, mode="RGB" if channels == 3 else "GRAY"),
+        lambda image, quality: encoder(image).to_tensor(quality=quality),
     )
 
 

@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torchvision.io
 
 from tests.command_line import trainer
 from trainer.commands import doctor
 from trainer.commands.doctor import device_checks, software
 from trainer.commands.doctor.findings import Findings
+from trainer.data.photos import jpeg
 from trainer.devices import cards, health
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import peers
@@ -108,6 +110,21 @@ def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(quick
     assert len(found.problems) == 1 and says in found.problems[0]
     assert {"machine", "limits"} <= set(found.sections) and "between processes" not in found.sections
     assert "Traceback" not in found.text()
+
+
+@pytest.mark.parametrize("left", ["torchvision", "Pillow"])
+def test_it_tells_who_decodes_photos(quick, monkeypatch, left):
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    if left == "Pillow":
+        monkeypatch.delattr(torchvision.io, "decode_jpeg")
+    jpeg.codec.cache_clear()
+    found = doctor.examine()
+    jpeg.codec.cache_clear()
+    told = rows(found)["software", "JPEG by"]
+    assert told.startswith(left) and "pip install --upgrade torchcodec" in told
+    assert bool(found.problems) == (left == "Pillow") and all(
+        "pip install --upgrade torchcodec" in text for text in found.problems
+    )
 
 
 @pytest.fixture

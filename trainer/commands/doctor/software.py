@@ -50,6 +50,7 @@ def versions(report: Findings) -> bool:
     loaded = len(report.problems) == problems
     if loaded:
         _build(report)
+        _jpeg(report)
     return loaded
 
 
@@ -63,6 +64,17 @@ def _build(report: Findings) -> None:
     if torch.version.cuda:
         report.row(SOFTWARE, "cuDNN", _dotted(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
         report.row(SOFTWARE, "code for", " ".join(torch.cuda.get_arch_list()) or "unknown")
+
+
+def _jpeg(report: Findings) -> None:
+    """Whose decoder reads photos."""
+    from trainer.data.photos.jpeg import codec  # needs torch
+
+    used = codec()
+    version = installed(used.name)
+    report.row(SOFTWARE, "JPEG by", f"{used.name} {version}" + f"; torchcodec: {used.instead}" * bool(used.instead))
+    if used.name == "Pillow":
+        report.problem(f"photos are read half as fast without torchcodec: {used.instead}")
 
 
 def _dotted(version: int | None) -> str:

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
-from torchvision.io import encode_jpeg
 
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import DamagedError, Prepared
 from trainer.data.encoded import EncodedPhotos, encoded, identity
-from trainer.data.photos.decoding import jpeg_pixels, open_encoded, without_warnings
+from trainer.data.photos.decoding import open_encoded
+from trainer.data.photos.jpeg import jpeg_bytes, jpeg_pixels
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import PhotoDraws, private_draws, resized, shorter_side
 from trainer.data.photos.pixel_range import Range
@@ -101,11 +101,7 @@ def prepared(address: bytes, how: Format) -> Prepared:
     if min(image.shape[-2:]) > how.size:
         image = resized(image, [how.size])
     rows, columns = image.shape[-2:]
-    if how.layout == "jpeg":
-        with without_warnings():
-            data = encode_jpeg(image.contiguous(), QUALITY)
-    else:
-        data = image.permute(1, 2, 0).contiguous().flatten()
+    data = jpeg_bytes(image, QUALITY) if how.layout == "jpeg" else image.permute(1, 2, 0).contiguous().flatten()
     return Prepared(picture.height, picture.width, rows, columns, data.numpy())
 
 

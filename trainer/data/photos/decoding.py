@@ -16,9 +16,9 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as vision
 
+from trainer.data.photos.jpeg import jpeg_pixels
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of, values_of
 from trainer.errors import text_of
@@ -43,8 +43,8 @@ LARGEST = 2**30  # bytes of an image file, and of its pixels
 def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
     """A file's image, upright: turned as its EXIF orientation says.
 
-    `pixel_range` is the recipe's data.pixel_range. torchvision decodes JPEG, which is twice as fast; Pillow decodes
-    other kinds, JPEGs that torchvision refuses, and JPEGs that are decoded at a smaller size.
+    `pixel_range` is the recipe's data.pixel_range. torchcodec decodes JPEG, which is twice as fast; Pillow decodes
+    other kinds, JPEGs that torchcodec refuses, and JPEGs that are decoded at a smaller size.
 
     Raises:
         OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
@@ -65,12 +65,12 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
     if not data.size:
         raise ValueError("it is empty")
     if data[:2].tobytes() == b"\xff\xd8":
-        height, width, orientation = jpeg_header(data)
+        height, width, orientation, tags = jpeg_header(data)
         if height * width * channels > LARGEST:
             raise ValueError(f"{width} x {height} pixels are more than an image has")
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
-            return Picture(*size, partial(_jpeg, data, channels, orientation))
+            return Picture(*size, partial(_jpeg, untagged(data, tags), channels, orientation))
     if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
         raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
     return Picture.of(_by_pillow(data, channels, pixel_range))
@@ -101,12 +101,12 @@ def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
         return from_pillow(opened, channels)
 
 
-def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
-    """A JPEG's bytes, (n,) uint8, as (channels, height, width) uint8, as it is stored. Raises RuntimeError."""
-    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-    with without_warnings():
-        image: Tensor = decode_jpeg(data, mode=mode)
-    return image
+def untagged(data: Bytes, tags: list[int]) -> Bytes:
+    """A JPEG whose segments at these places are of a kind that no decoder reads: some would turn the image by them."""
+    if tags:
+        data = data.copy()
+        data[[place + 1 for place in tags]] = 0xEC
+    return data
 
 
 def _turned(image: Tensor, orientation: int) -> Tensor:
@@ -130,7 +130,7 @@ def _by_pillow(data: Bytes, channels: int, pixel_range: Range | None) -> Tensor:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Without Pillow's, about odd metadata in images that are fine, and torchvision's, about itself."""
+    """Without Pillow's, about odd metadata in images that are fine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -148,27 +148,30 @@ def formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def jpeg_header(data: Bytes) -> tuple[int, int, int]:
-    """Height and width in a JPEG's frame header, (0, 0) without one, and its orientation, as Pillow finds it in EXIF or
-    else in XMP: 1 to 8, by default 1."""
-    place, end, told = 2, len(data) - 8, Image.Image()
+def jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
+    """Height and width in a JPEG's frame header, (0, 0) without one; its orientation, as Pillow finds it in EXIF or
+    else in XMP: 1 to 8, by default 1; and where the segments of such metadata begin."""
+    place, end, told, size, tags = 2, len(data) - 8, Image.Image(), (0, 0), []
     while place < end and data[place] == 0xFF:
         kind = data[place + 1]
+        if kind == 0xDA:  # the pixels
+            break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            return 256 * high + low, 256 * wide + narrow, orientation_of(told) if told.info else 1
+            size = 256 * high + low, 256 * wide + narrow
         # Fill bytes have one byte and markers without a payload two; the others have a length field.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[place + 2]) + int(data[place + 3])
         if kind == 0xE1:
+            tags.append(place)
             segment = data[place + 4 : place + step].tobytes()
             if segment.startswith(b"Exif"):  # a long one continues in others
                 told.info["exif"] = told.info["exif"] + segment[6:] if "exif" in told.info else segment
             elif segment.startswith(XMP):
                 told.info["xmp"] = segment[len(XMP) :]
         place += step
-    return 0, 0, 1
+    return *size, orientation_of(told) if told.info else 1, tags
 
 
 def orientation_of(image: Image.Image) -> int:

@@ -1,4 +1,5 @@
-"""What libjpeg says of a damaged JPEG that it decodes all the same: torchvision lets it write to this process's stderr.
+"""What libjpeg says of a damaged JPEG that it decodes all the same: torchcodec and torchvision let it write to
+this process's stderr.
 
 It writes only the first complaint of a picture. A few bytes between the last pixel and the end marker are no damage:
 some cameras and editors leave them.
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from trainer.data.photos.decoding import Bytes, jpeg_pixels
+from trainer.data.photos.decoding import Bytes
+from trainer.data.photos.jpeg import jpeg_pixels
 
 WORDS = re.compile(rb"^(Corrupt JPEG data: |Premature end of JPEG)(\d extraneous bytes before marker 0xd9)?.*\n", re.M)
 
 
 def decode_whole(data: Bytes) -> bool:
-    """Decode all of a JPEG, so that libjpeg complains; whether torchvision can."""
+    """Decode all of a JPEG, so that libjpeg complains; whether it can be."""
     with contextlib.suppress(RuntimeError):
         return data[:2].tobytes() == b"\xff\xd8" and jpeg_pixels(torch.from_numpy(data), 1).numel() > 0
     return False

@@ -1,0 +1,170 @@
+"""JPEG: the same pixels and files whoever decodes and encodes it; torchcodec is loaded for those who read one."""
+
+import io
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torchvision.io
+from PIL import ExifTags, Image, ImageOps
+
+from trainer.data.photos import jpeg
+from trainer.data.photos.decoding import open_encoded
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+
+
+def gone(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+
+
+def broken(monkeypatch, folder):
+    """As one that was built for another CUDA."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    (folder / "torchcodec").mkdir()
+    (folder / "torchcodec" / "__init__.py").write_text("raise OSError('no libtorchcodec_image.so\\nfor this')")
+    monkeypatch.syspath_prepend(folder)
+
+
+def nothing_but_pillow(monkeypatch, folder):
+    gone(monkeypatch, folder)
+    monkeypatch.delattr(torchvision.io, "decode_jpeg")
+
+
+def as_installed(monkeypatch, folder):
+    pytest.importorskip("torchcodec", reason="pip install torchcodec")
+
+
+WAYS = {  # whose functions are used, and what is said
+    as_installed: ("torchcodec", ""),
+    gone: ("torchvision", "pip install --upgrade torchcodec"),
+    broken: ("torchvision", "no libtorchcodec_image.so"),
+    nothing_but_pillow: ("Pillow", "pip install --upgrade torchcodec"),
+}
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request, monkeypatch, tmp_path):
+    """The name of the one that decodes in this test."""
+    jpeg.codec.cache_clear()
+    request.param(monkeypatch, tmp_path)
+    name, says = WAYS[request.param]
+    assert jpeg.codec().name == name and says in jpeg.codec().instead and "\n" not in jpeg.codec().instead
+    yield name
+    jpeg.codec.cache_clear()
+
+
+def photo(mode="RGB", size=(120, 90)):
+    """Smooth, with some noise: different in every corner."""
+    x, y = np.meshgrid(np.linspace(0, 200, size[0]), np.linspace(0, 120, size[1]))
+    noise = np.random.default_rng(0).integers(0, 30, (size[1], size[0], 3))
+    return Image.fromarray((np.stack([x, y, (x + y) / 2], -1) + noise).astype(np.uint8)).convert(mode)
+
+
+def tags(orientation):
+    found = Image.Exif()
+    found[ExifTags.Base.Orientation] = orientation
+    return found
+
+
+def saved(mode="RGB", size=(120, 90), **options):
+    file = io.BytesIO()
+    photo(mode, size).save(file, "JPEG", quality=90, **options)
+    return file.getvalue()
+
+
+def apart(data):
+    """A file's first segment of metadata, and the file without it."""
+    place = data.index(b"\xff\xe1")
+    end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return data[place:end], data[:place] + data[end:]
+
+
+def after_the_frame(data):
+    """Its metadata between its frame header and its pixels, where no camera writes them."""
+    segment, rest = apart(data)
+    place = rest.index(b"\xff\xda")
+    return rest[:place] + segment + rest[place:]
+
+
+def first(data, other):
+    """A file with a segment of another's before its own."""
+    return data[:2] + apart(other)[0] + data[2:]
+
+
+def shown(data):
+    """Upright, as Pillow shows it, (H, W, 3)."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+FILES = {
+    "plain": saved(),
+    "gray": saved("L"),
+    "cmyk": saved("CMYK"),
+    "progressive": saved(progressive=True),
+    "whole chroma": saved(subsampling=0),
+    "odd": saved(size=(61, 33)),
+    **{f"turned {number}": saved(exif=tags(number)) for number in range(1, 9)},
+    "turned 9": saved(exif=tags(9)),
+    "XMP": saved(xmp=XMP),
+    "EXIF of 3, and XMP of 6": saved(exif=tags(3), xmp=XMP),
+    "XMP of 6 first": first(saved(exif=tags(3)), saved(xmp=XMP)),
+    "after the frame": after_the_frame(saved(exif=tags(8))),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_photo_stands_as_pillow_shows_it(way, name):
+    data = np.frombuffer(bytearray(FILES[name]), np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        picture = open_encoded(data, 3)
+        found, wanted = picture.decode(1).permute(1, 2, 0), shown(FILES[name])
+    assert data.tobytes() == FILES[name]
+    assert (picture.height, picture.width) == wanted.shape[:2]
+    assert np.array_equal(found.numpy(), wanted)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_stored_gray_is_that_of_torchvision(way, name):
+    data = torch.frombuffer(bytearray(FILES[name]), dtype=torch.uint8)
+    if way == "Pillow":
+        with pytest.raises(RuntimeError):
+            jpeg.jpeg_pixels(data, 1)
+        return
+    with warnings.catch_warnings(action="ignore"):
+        wanted = torchvision.io.decode_jpeg(data, torchvision.io.ImageReadMode.GRAY)
+    found = open_encoded(data.numpy(), 1).decode(1)
+    assert torch.equal(found.flatten().sort()[0], wanted.flatten().sort()[0])  # however it is turned
+    assert found.shape[1:] == shown(FILES[name]).shape[:2]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_file_is_that_of_torchvision(way, mode):
+    image = torch.from_numpy(np.array(photo(mode)).reshape(90, 120, -1)).permute(2, 0, 1)
+    with warnings.catch_warnings(action="ignore"):
+        wanted = torchvision.io.encode_jpeg(image.contiguous(), 90)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jpeg.jpeg_bytes(image, 90)
+    pixels = [np.asarray(Image.open(io.BytesIO(data.numpy().tobytes()))) for data in (found, wanted)]
+    assert np.array_equal(*pixels) and (way == "Pillow" or torch.equal(found, wanted))
+
+
+@pytest.mark.parametrize("length", [2, 300, 2000, -200])
+def test_a_photo_that_was_cut_says_the_same_whoever_decodes(way, length):
+    data = np.frombuffer(bytearray(FILES["turned 6"][:length]), np.uint8)
+    with pytest.raises((OSError, SyntaxError, ValueError)) as caught:
+        open_encoded(data, 3).decode(1)
+    assert "truncated" in str(caught.value) or length < 1000
+    assert "decode" not in str(caught.value)
+
+
+def test_it_is_not_loaded_before_a_photo_is_decoded():
+    program = "import sys, trainer.data.photos.photo_reader, trainer.data.cache.stored as stored\n"
+    program += "assert 'torchcodec' not in sys.modules and stored.jpeg_pixels"
+    subprocess.run([sys.executable, "-c", program], check=True)

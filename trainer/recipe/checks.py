@@ -6,7 +6,7 @@ Everything in this room answers before anything heavy starts, with the command t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
@@ -90,6 +90,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         RecipeError: when the mode cannot run in that many or with these options, or the batch does not divide.
     """
     check_options(recipe)
+    if processes > 1:
+        _refuse(recipe, recipe.traits.refuses_processes)
     if recipe.traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
@@ -128,15 +130,16 @@ def check_options(recipe: Recipe) -> None:
     """Refuse an option that the mode cannot have."""
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
-    values = flatten(recipe.to_dict())
-    for option, reason in recipe.traits.refuses.items():
-        key, value = OPTIONS[option]
-        if str(values[key]).partition(":")[0] == str(value).partition(":")[0]:  # skip:1 stands for every number
-            raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
+    _refuse(recipe, recipe.traits.refuses)
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale of the loss on the "
             "host before it has arrived there; use precision=bf16"
+        )
+    if recipe.traits.staged and recipe.pipeline.recompute and recipe.graphs is True:
+        raise RecipeError(
+            "pipeline.recompute=true is not for graphs=true: it puts random states back, which a recording forbids; "
+            "use pipeline.recompute=false, or graphs=false"
         )
     schedule = recipe.pipeline.schedule
     if recipe.traits.micro_batches and schedule in refused_schedules():
@@ -150,6 +153,14 @@ def check_options(recipe: Recipe) -> None:
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients of inputs and weights "
             "apart, and a compiled backward pass is one piece: use pipeline.schedule=1f1b or interleaved1f1b"
         )
+
+
+def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
+    values = flatten(recipe.to_dict())
+    for option, reason in refuses.items():
+        key, value = OPTIONS[option]
+        if str(values[key]).partition(":")[0] == str(value).partition(":")[0]:  # skip:1 stands for every number
+            raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
 
 
 def refused_schedules() -> tuple[str, ...]:

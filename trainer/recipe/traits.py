@@ -38,6 +38,7 @@ class Traits:
     private: tuple[str, ...] = ()
     # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: Mapping[str, str] = field(default_factory=dict)
+    refuses_processes: Mapping[str, str] = field(default_factory=dict)  # where it is over several of them
     also_called: str = ""  # by other programs, lower case, without dashes and underscores
 
     @property
@@ -96,7 +97,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
-        refuses={"compress": DDP_GRADIENTS, "graphs": NO_GRAPHS},
+        refuses={"compress": DDP_GRADIENTS},
         also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
@@ -113,7 +114,10 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
-            "graphs": NO_GRAPHS,
+        },
+        refuses_processes={
+            "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
+            "torchrun and nproc=, or graphs=auto",
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),

@@ -4,25 +4,26 @@ The CPU has graphs here: `tests.simulated.tape`. Its stages share one device; wh
 a name of its own for the CPU.
 """
 
+import functools
 import json
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.command_line import result
 from tests.simulated.tape import CpuRecorder
-from tests.training.graphed_runs import differences, launched, train
+from tests.training.graphed_runs import differences, train
 from trainer.errors import RecipeError
+from trainer.models.balance import BlockCost
 from trainer.modes.deferred_batchnorm import DeferredStatistics
-from trainer.modes.pipeline import recorded
 from trainer.modes.pipeline.recorded import RecordedActions
+from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.streams import Edge, StreamPipeline
 from trainer.recipe import load
 from trainer.recipe.checks import check_processes
+from trainer.training import step_graphs
 
 SGD = "optimizer.weight_decay=0.001 optimizer.nesterov=true"
 ADAMW = "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 optimizer.norm_weight_decay=0"
@@ -65,17 +66,36 @@ def setup(self, model):
     _setup(self, model)
     for number, lane in enumerate(self.lanes):
         lane.device = torch.device("cpu", number) if number else self.device
+    self.world.drives = tuple(lane.device for lane in self.lanes)
+
+
+def probe(self, traced, rows):
+    """Cuts that are the same in every run: random numbers are drawn in the order of the stages."""
+    return [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
 
 
 _setup = StreamPipeline.setup
+ALIKE = [(Staged, "probe", probe)]
 APART = [(StreamPipeline, "setup", setup)]
 
 
-def replayed(words, apart, patches=(), kind=Several, graphs="true"):
-    """A run that records its steps, with each stage on a device of its own, or all on one."""
+@functools.cache
+def launched(words):
+    """Muon's last bits depend on whether its rate is a tensor, on the CPU: of one device this run has tensors too."""
+    tensors = [(step_graphs, "WARM", 10**9)] if "muon" in words else []
     with tempfile.TemporaryDirectory() as folder:
-        left = train(f"{words} graphs={graphs}", Path(folder), [*patches, *(APART if apart else ())], kind=kind)
+        left = train(f"{words} graphs={'true' if tensors else 'false'}", Path(folder), [*ALIKE, *tensors])
         left.result = result(folder)
+        return left
+
+
+def replayed(words, apart, patches=(), kind=Several, graphs="true", folder=None, **more):
+    """A run that records its steps, with each stage on a device of its own, or all on one."""
+    with tempfile.TemporaryDirectory() as other:
+        patches = [*ALIKE, *(APART if apart else ()), *patches]
+        left = train(f"{words} graphs={graphs}", Path(folder or other), patches, kind=kind, **more)
+        if "stop_after" not in more:
+            left.result = result(folder or other)
         return left
 
 

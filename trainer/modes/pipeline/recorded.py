@@ -40,7 +40,7 @@ class RecordedActions:
         """
         lanes, self.pipeline, self._targets = pipeline.lanes, pipeline, batch.targets
         self._there = batch.targets.to(lanes[-1].device, copy=True)  # the last stage's, filled anew too
-        on = pipeline.begin(Batch(batch.inputs, self._there, batch.count), weight)
+        on = pipeline.begin(batch.inputs, self._there, weight)
         self._unit = on.gradients[len(lanes) - 1, 0]
         # Each action, what replays it, and for an edge what is copied and where to.
         self._actions: list[tuple[Action, Callable[[], None], tuple[Tensor, Tensor] | None]] = []
@@ -53,7 +53,7 @@ class RecordedActions:
             copied = None
             if out is not None:
                 moved = torch.empty_like(out.detach(), device=pipeline.edge(action).target.device)
-                copied = out.detach(), moved
+                copied = out.detach(), moved.detach()
                 pipeline.deliver(action, moved, out.requires_grad, on)
             self._actions.append((action, replay, copied))
         self._ends: list[tuple[StageStream, Callable[[], None]]] = []

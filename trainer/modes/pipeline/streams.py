@@ -130,7 +130,8 @@ class StreamPipeline(Staged):
             self.stages[index] = self.prepare_stage(stage, lane.device)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        on = self.begin(batch, weight)
+        targets = batch.targets.to(self.lanes[-1].device, non_blocking=True)
+        on = self.begin(batch.inputs, targets, weight)
         with self.overlapped(), self.recorder.step():
             for action in self.order(len(on.targets)):
                 with self.working(action):
@@ -140,15 +141,14 @@ class StreamPipeline(Staged):
         self.commit_statistics()
         return torch.stack(on.losses).sum().to(self.device, non_blocking=True)
 
-    def begin(self, batch: Batch, weight: float) -> Pass:
-        """Nothing is computed yet. The gradient of a loss is 1, or fp16's scale."""
-        last = len(self.lanes) - 1
-        targets = self._pieces(batch.targets.to(self.lanes[last].device, non_blocking=True))
-        received = {(0, m): piece for m, piece in enumerate(self._pieces(batch.inputs))}
-        return Pass(targets, weight, received, dict.fromkeys(((last, m) for m in range(len(targets))), self.unit()))
+    def begin(self, inputs: Tensor, targets: Tensor, weight: float) -> Pass:
+        """Of inputs on the first stage's device and targets on the last one's; nothing is computed yet."""
+        pieces, unit, last = self._pieces(targets), self.unit(), len(self.lanes) - 1
+        received = {(0, m): piece for m, piece in enumerate(self._pieces(inputs))}
+        return Pass(pieces, weight, received, {(last, m): unit for m in range(len(pieces))})
 
     def unit(self) -> Tensor:
-        """What backward passes begin with, 0-dim, on the last stage's device."""
+        """The gradient of a loss, with which backward passes begin: 1 or fp16's scale, on the last stage's device."""
         one = torch.ones((), device=self.lanes[-1].device)
         return self.context.scale(one) if self.context.scale else one
 

@@ -3,11 +3,9 @@
 import pytest
 
 from tests.simulated.simcuda import runs
-from tests.simulated.test_graphs_on_simulated_cuda import NOT_EVERY_STEP, alike, both, trained
+from tests.simulated.test_graphs_on_simulated_cuda import NOT_EVERY_STEP, alike, both
 from trainer.models.balance import BlockCost
-from trainer.modes.pipeline import streams
 from trainer.modes.pipeline.stages import Staged
-from trainer.modes.pipeline.streams import Edge
 
 ONE, TWO, THREE = "devices=[cuda:0,cuda:0]", "devices=[cuda:0,cuda:1]", "devices=[cuda:0,cuda:1,cuda:2]"
 PIPE = "mode=pipeline pipeline.microbatches=4"
@@ -47,25 +45,3 @@ def test_a_run_with_replays_is_the_run_without(words):
     assert said == [] and replayed.errors == []
     assert alike(launched, replayed) and count > 8
     assert replayed.waits.inside(runs.IN_A_STEP, *NOT_EVERY_STEP) == {}
-
-
-# Mutants.
-
-
-def two_streams(self, source, target, plain=Edge.__init__):
-    plain(self, source, target)
-    self.streams = (streams._stream(source.device), streams._stream(target.device))
-
-
-MUTANTS = {
-    "copies overwrite what is still read": ((Edge, "settle", lambda self: None), RUNS[2], "RACE"),
-    "a stream that nobody waits for": ((Edge, "__init__", two_streams), RUNS[0], "unjoined"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant(name):
-    patch, words, found = MUTANTS[name]
-    done, _, said = trained(f"{words} graphs=true", [patch])
-    assert any(found in line for line in [*done.errors, *said])

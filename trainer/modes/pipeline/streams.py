@@ -98,7 +98,7 @@ class Edge:
 
 
 @dataclass
-class Pass:
+class UnderWay:
     """A mini-batch on its way, by stage and micro-batch."""
 
     targets: Sequence[Tensor]
@@ -141,18 +141,18 @@ class StreamPipeline(Staged):
         self.commit_statistics()
         return torch.stack(on.losses).sum().to(self.device, non_blocking=True)
 
-    def begin(self, inputs: Tensor, targets: Tensor, weight: float) -> Pass:
+    def begin(self, inputs: Tensor, targets: Tensor, weight: float) -> UnderWay:
         """Of inputs on the first stage's device and targets on the last one's; nothing is computed yet."""
         pieces, unit, last = self._pieces(targets), self.unit(), len(self.lanes) - 1
         received = {(0, m): piece for m, piece in enumerate(self._pieces(inputs))}
-        return Pass(pieces, weight, received, {(last, m): unit for m in range(len(pieces))})
+        return UnderWay(pieces, weight, received, {(last, m): unit for m in range(len(pieces))})
 
     def unit(self) -> Tensor:
         """The gradient of a loss, with which backward passes begin: 1 or fp16's scale, on the last stage's device."""
         one = torch.ones((), device=self.lanes[-1].device)
         return self.context.scale(one) if self.context.scale else one
 
-    def compute(self, action: Action, on: Pass) -> Tensor | None:
+    def compute(self, action: Action, on: UnderWay) -> Tensor | None:
         """Returns what a neighbour waits for: the next stage an activation, the one before a gradient."""
         kind, stage, m = action
         if kind == "F":
@@ -169,7 +169,7 @@ class StreamPipeline(Staged):
         # None: the stages before are frozen, or their output is detached
         return on.received.pop((stage, m)).grad if stage else None
 
-    def deliver(self, action: Action, moved: Tensor, differentiable: bool, on: Pass) -> None:
+    def deliver(self, action: Action, moved: Tensor, differentiable: bool, on: UnderWay) -> None:
         """The neighbour has it."""
         kind, stage, m = action
         if kind == "F":

@@ -281,10 +281,17 @@ def pairs_job(option, column, folder):
     return [*TRAINED, *layout, f"model.name={model}", *COLUMNS[column][1], *turned_on(option), f"output={folder}"]
 
 
+def refusals(column):
+    """Options that a mode cannot have in so many processes, and why."""
+    count, (mode, *_) = COLUMNS[column]
+    traits = TRAITS[mode.removeprefix("mode=")]
+    return traits.refuses | (traits.refuses_processes if count > 1 else {})
+
+
 def sampled(option, column):
     """Whether the fast tests try it: an option by itself and in ddp, what is refused, and an eighth of the others."""
     mode = COLUMNS[column][1][0].removeprefix("mode=")
-    if option == PLAIN or mode in ("single", "ddp") or option in TRAITS[mode].refuses:
+    if option == PLAIN or mode in ("single", "ddp") or option in refusals(column):
         return True
     if option == "fp16":  # which takes seconds on a CPU
         return False
@@ -304,8 +311,7 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
         ended |= in_turn(jobs, count, tmp_path / str(count), timeout=1800 if full else 240)
     wrong = {}
     for option, column in tried:
-        mode = COLUMNS[column][1][0].removeprefix("mode=")
-        name, reason = f"{option} in {column}", TRAITS[mode].refuses.get(option)
+        name, reason = f"{option} in {column}", refusals(column).get(option)
         code, line = ended.get(name, (None, "never came to it"))
         if (code != 2 or reason not in line) if reason else code != 0:
             wrong[name] = (code, line)
@@ -333,7 +339,7 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
 @pytest.mark.full("1f1b is in the test above, the others take minutes")
 def test_every_option_under_every_schedule(schedule, tmp_path):
     column = "`pipeline`, processes"
-    options = [option for option in OPTIONS if option not in TRAITS["pipeline"].refuses]
+    options = [option for option in OPTIONS if option not in refusals(column)]
     other = {"pipeline.schedule=1f1b": f"pipeline.schedule={schedule}"}
     jobs = {o: [other.get(word, word) for word in pairs_job(o, column, tmp_path / o)] for o in options}
     ended = in_turn(jobs, 2, tmp_path / "jobs", timeout=1800)

@@ -39,6 +39,9 @@ class StepRecorder(Protocol):
             NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
         """
 
+    def beside(self, device: torch.device) -> StepRecorder:
+        """The one of another device for the same step, closed with this one; itself where it is its own."""
+
     def now(self) -> Any:
         """A moment on the device."""
 
@@ -78,6 +81,12 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._beside: dict[torch.device, CudaRecorder] = {device: self}
+
+    def beside(self, device: torch.device) -> CudaRecorder:
+        if device not in self._beside:
+            self._beside[device] = CudaRecorder(device)
+        return self._beside[device]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -159,6 +168,9 @@ class CudaRecorder:
         return event
 
     def close(self) -> None:
+        for device, other in self._beside.items():
+            if device != self.device:
+                other.close()
         torch.cuda.synchronize(self.device)
         for graph in self._graphs:
             graph.reset()

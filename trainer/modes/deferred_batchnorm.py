@@ -75,6 +75,12 @@ class DeferredStatistics:
         if self._momenta:
             self._write(*self._before)
 
+    def abandon(self) -> None:
+        """The mini-batch was recorded to be computed later, and is not: nothing that was noted has a value."""
+        self._rows_a_value = None
+        if self._momenta:
+            self._end()
+
     @torch.no_grad()
     def commit(self) -> None:
         """The mini-batch is complete: update the running statistics with what was gathered."""
@@ -131,6 +137,9 @@ class DeferredStatistics:
             torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
         if tracked:
             torch._foreach_copy_([layer.num_batches_tracked for layer in self._counting()], tracked)
+        self._end()
+
+    def _end(self) -> None:
         for layer, momentum in zip(self.layers, self._momenta, strict=True):
             vars(layer)["momentum"] = momentum
         self._parts.clear()

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.models.partition import Traced
-from trainer.modes.pipeline.stages import Staged
-from trainer.modes.pipeline.tuning import Pipe, Plan
+from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.streams import StreamPipeline
+from trainer.modes.pipeline.tuning import Pipe
 from trainer.recipe import IN_TURN
 
 
-class Split(Staged):
-    """Stages in turn; autograd takes gradients back over the devices."""
+class Split(StreamPipeline):
+    """Stages in turn; autograd takes gradients back over the devices.
+
+    On several devices it is recorded as a pipeline of one micro-batch.
+    """
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
         return Pipe(workers, ((IN_TURN, workers),), rows, (1,))
-
-    def build(self, traced: Traced, plan: Plan) -> None:
-        self.deferred.clear()
-        for index, (stage, device) in enumerate(zip(traced.stages(plan.cuts), self.world.drives, strict=True)):
-            self.stages[index] = self.prepare_stage(stage, device)
 
     def outputs(self, inputs: Tensor) -> Tensor:
         for stage, device in zip(self.stages.values(), self.world.drives, strict=True):
@@ -33,6 +34,11 @@ class Split(Staged):
         self.backward(loss)
         self.commit_statistics()
         return loss.detach()
+
+    @contextmanager
+    def working(self, action: Action) -> Iterator[None]:
+        with self.lanes[action.stage].working():  # its times would tell nothing
+            yield
 
     def notes(self) -> dict[str, str]:
         return {

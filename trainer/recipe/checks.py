@@ -6,7 +6,7 @@ Everything in this room answers before anything heavy starts, with the command t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
@@ -90,6 +90,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         RecipeError: when the mode cannot run in that many or with these options, or the batch does not divide.
     """
     check_options(recipe)
+    if processes > 1:
+        _refuse(recipe, recipe.traits.refuses_processes)
     if recipe.traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
@@ -130,11 +132,7 @@ def check_options(recipe: Recipe) -> None:
     """Refuse an option that the mode cannot have."""
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
-    values = flatten(recipe.to_dict())
-    for option, reason in recipe.traits.refuses.items():
-        key, value = OPTIONS[option]
-        if str(values[key]).partition(":")[0] == str(value).partition(":")[0]:  # skip:1 stands for every number
-            raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
+    _refuse(recipe, recipe.traits.refuses)
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale of the loss on the "
@@ -158,8 +156,11 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
     """Why a step's kernels are launched one by one, and not recorded, whatever the device; None where they may be."""
     if recipe.graphs is False:
         return "graphs=false says so"
-    if "graphs" in recipe.traits.refuses:
-        return recipe.traits.refuses["graphs"]
+    refuses = recipe.traits.refuses | (recipe.traits.refuses_processes if processes > 1 else {})
+    if "graphs" in refuses:
+        return refuses["graphs"]
+    if recipe.traits.staged and recipe.pipeline.recompute:
+        return "pipeline.recompute=true puts random states back; use pipeline.recompute=false, or graphs=false"
     if recipe.optimizer.name == "lars":
         return "lars reads its learning rate on the host; use optimizer.name=sgd, or graphs=false"
     if processes > 1 and recipe.tolerated:
@@ -169,6 +170,14 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":
         return "gradients are exchanged while the backward pass still runs; graphs=true exchanges them after it"
     return None
+
+
+def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
+    values = flatten(recipe.to_dict())
+    for option, reason in refuses.items():
+        key, value = OPTIONS[option]
+        if str(values[key]).partition(":")[0] == str(value).partition(":")[0]:  # skip:1 stands for every number
+            raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
 
 
 def refused_schedules() -> tuple[str, ...]:

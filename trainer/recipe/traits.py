@@ -5,7 +5,6 @@ How a mode computes is its class in `trainer.modes`. A new mode is a row here an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,7 +36,8 @@ class Traits:
     # What differs from process to process and is saved for each: model, optimizer, ema, scaler.
     private: tuple[str, ...] = ()
     # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    refuses: dict[str, str] = field(default_factory=dict)
+    refuses_processes: dict[str, str] = field(default_factory=dict)  # where it is over several of them
     also_called: str = ""  # by other programs, lower case, without dashes and underscores
 
     @property
@@ -61,7 +61,6 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
-NO_GRAPHS = "its step is not one row of kernels on one device; use mode=single, ddp or local_sgd, or graphs=auto"
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 
 TRAITS: dict[str, Traits] = {
@@ -78,7 +77,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "graphs": NO_GRAPHS,
+            "graphs": "nn.DataParallel copies the model to other devices in every pass; use mode=ddp, or graphs=auto",
         },
         also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
@@ -96,7 +95,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
-        refuses={"compress": DDP_GRADIENTS, "graphs": NO_GRAPHS},
+        refuses={"compress": DDP_GRADIENTS},
         also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
@@ -113,7 +112,10 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
-            "graphs": NO_GRAPHS,
+        },
+        refuses_processes={
+            "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
+            "torchrun and nproc=, or graphs=auto",
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
@@ -125,7 +127,7 @@ TRAITS: dict[str, Traits] = {
             "muon": "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp",
             "lars": "it needs whole layers, but a rank has only some of their rows; use sgd, or mode=ddp",
             "compress": DDP_GRADIENTS,
-            "graphs": NO_GRAPHS,
+            "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or graphs=auto",
         },
         also_called="fsdp2 fullysharded fullyshardeddataparallel sharded",
     ),
@@ -158,7 +160,7 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "graphs": NO_GRAPHS,
+            "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
             "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
         also_called="async asgd asyncsgd hogwild",

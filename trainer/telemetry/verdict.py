@@ -192,7 +192,8 @@ def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
     elif measured.at_most:
         share = min(1.0, measured.communication / measured.step)
         hidden = [f"up to {share:.0%} of the step may be communication that computing does not hide"]
-    note = f"up to {idle:.0%} of the step more may be idle, GPUs waiting for Python to launch their kernels"
+    more = "more " * (measured.bubble > 0)
+    note = f"up to {idle:.0%} of the step {more}may be idle, GPUs waiting for Python to launch their kernels"
     return [note] * (idle > LITTLE), hidden
 
 

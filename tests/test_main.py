@@ -326,7 +326,8 @@ def test_what_is_not_installed_is_named_at_once(names, words, packages, tmp_path
 
 def test_every_declared_library_can_be_named_as_missing() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(LIBRARIES.values()) == sorted(re.match(r"[\w-]+", line)[0] for line in declared)
+    needed = [line for line in declared if ";" not in line]  # others are not for every machine
+    assert sorted(LIBRARIES.values()) == sorted(re.match(r"[\w-]+", line)[0] for line in needed)
 
 
 def test_training_happens_here_with_the_plugin_and_the_words(

@@ -119,7 +119,22 @@ class Plain(Noisy):
         return self.head(self.norm(self.first(x)).relu().mean((2, 3)))
 
 
-for kind in (Noisy, Waits, Reads, HostDraws, Counts, Replaces, FromTheHost, Plain):
+class Hooked(Noisy):
+    """What its user looks at in each pass."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.norm.register_forward_hook(lambda module, inputs, output: SEEN.append(output.shape))
+
+
+class HookedWeight(Noisy):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.head.weight.register_hook(lambda gradient: SEEN.append(gradient.shape))
+
+
+SEEN: list[torch.Size] = []
+for kind in (Hooked, HookedWeight, Noisy, Waits, Reads, HostDraws, Counts, Replaces, FromTheHost, Plain):
     trainer.register_model(kind.__name__.lower())(kind)
 
 

@@ -192,6 +192,8 @@ REASONS = {
     "hostdraws": "random",
     "replaces": "buffer",
     "counts": "calls",
+    "hooked": "hook of norm",
+    "hookedweight": "hook of the parameter head.weight",
 }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,8 @@ from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.errors import is_out_of_memory, text_of
 from trainer.models.equivalence import distance, plain_attributes
-from trainer.models.undisturbed import attributes, generators, is_generator, is_plain, undisturbed
+from trainer.models.host_state import changed_on_the_host, host_state, own_hook
+from trainer.models.undisturbed import attributes, is_plain, undisturbed
 
 WARM = 3  # passes of a shape before it is recorded
 PAYS = 36  # passes of a shape from which on a recording, which takes some more of them, gains
@@ -121,8 +121,8 @@ class ReplayedForward:
     def _record(self, inputs: Tensor) -> None:
         """Raises NotRecorded; nothing was computed."""
         assert self._recorder is not None
-        if any(part._forward_hooks or part._forward_pre_hooks for part in self._parts()):
-            raise NotRecorded("the model has hooks, which a replay would not call")
+        if (hook := own_hook(self._modules)) is not None:
+            raise NotRecorded(f"a {hook} would not be called by a replay")
         with self._recorder.aside():
             launched = self._trial(lambda: self._forward(inputs), watched=True)
         own = inputs.clone()  # of the same strides
@@ -154,8 +154,7 @@ class ReplayedForward:
             after = self._on_the_host()
             if waits:
                 raise NotRecorded(f"the model waits for the device, in {waits[0]}")
-            changed = next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
-            if changed is not None:
+            if (changed := changed_on_the_host(before, after)) is not None:
                 raise NotRecorded(f"a pass changes {changed} on the host")
             if not isinstance(outputs, Tensor):
                 raise NotRecorded(f"the model gives a {type(outputs).__name__}, not a tensor")
@@ -171,32 +170,17 @@ class ReplayedForward:
         return {name: value for name, value in held if isinstance(value, Tensor) and is_plain(value)}
 
     def _on_the_host(self) -> dict[str, object]:
-        """What a pass may change there, where a replay changes nothing."""
-        found = generators()
-        if self._device.type == "cpu":
-            del found["random state of torch"]  # of the device: a replay draws from it
-        return found | self._modules_there()
-
-    def _modules_there(self) -> dict[str, object]:
-        """What modules have on the host, and which objects they have; weights with how often they were written."""
-        found: dict[str, object] = {}
+        """What a pass may change there, where a replay changes nothing; weights with how often they were written."""
+        found = host_state(self._modules, {self._device.type})
         for number, module in enumerate(self._modules):
-            found |= {f"{name} ({number})": value for name, value in plain_attributes(module).items()}
             written = ((name, p) for name, p in module.named_parameters() if not p.is_inference())
             found |= {f"weight {name} ({number})": parameter._version for name, parameter in written}
-            for name, value in chain(module.named_buffers(), attributes(module)):
-                if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
-                    here = isinstance(value, np.ndarray) or (is_plain(value) and value.device.type != self._device.type)
-                    numbers = np.asarray(value).tobytes() if here else None
-                    found[f"{name} ({number})"] = id(value), numbers, value  # held, or another gets its id
-                elif is_generator(value):
-                    found[f"{name} ({number})"] = repr(getattr(value, "bit_generator", value).__getstate__())
         return found
 
     def _as_it_is(self) -> object:
         """What a recording was made for: it stands as long as this does."""
         held = [t for module in self._modules for t in chain(module.parameters(), module.buffers())]
         addresses = [tensor.data_ptr() for tensor in (*held, *self._state().values())]
-        hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self._parts()]
+        hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in self._parts()]
         plain = [plain_attributes(module) for module in self._modules]
         return addresses, hooks, plain, self._parts()

@@ -99,8 +99,9 @@ def evaluate(
 
 def replayed(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
     """The strategy's forward pass, replayed where its mode and the recipe allow that."""
-    wanted = strategy.recipe.graphs is not False and "graphs" not in strategy.recipe.traits.refuses
-    return ReplayedForward(strategy.forward, [strategy.module] if wanted else [], strategy.device, wanted, say)
+    traits = strategy.recipe.traits
+    wanted = strategy.recipe.graphs is not False and "graphs" not in traits.refuses and not traits.staged
+    return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, wanted, say)
 
 
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:

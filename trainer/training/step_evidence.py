@@ -6,18 +6,15 @@ Replayed, it has to leave the weights, buffers, optimizer's state, losses and ra
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.models.equivalence import TOLERANCE, distance, plain_attributes
-from trainer.models.undisturbed import attributes, generators, is_generator, is_plain
+from trainer.models.equivalence import TOLERANCE, distance
+from trainer.models.undisturbed import attributes, is_plain
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 
@@ -36,39 +33,6 @@ def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
         found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
     flags = {"nonfinite": updater.nonfinite, "bad": updater.bad, "skipped": updater.skipped, **updater.state()}
     return found | {f"flag {name}": flag for name, flag in flags.items()}
-
-
-def host_state(strategy: Strategy) -> dict[str, object]:
-    """What a pass may change on the host, where a replay changes nothing: generators, and what modules hold."""
-    on_device = {device.type for device in strategy.world.drives}
-    found = generators()
-    if "cpu" in on_device:
-        del found["random state of torch"]  # of the device: a replay draws from it
-    for number, module in enumerate(strategy.modules()):
-        found |= {f"{name} ({number})": value for name, value in plain_attributes(module).items()}
-        named = chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module))
-        for name, value in named:
-            if isinstance(value, Tensor):  # one that is assigned anew is not the one that a recording reads
-                here = is_plain(value) and value.device.type not in on_device
-                found[f"{name} ({number})"] = (
-                    id(value),
-                    _digest(value.reshape(-1).view(torch.uint8)) if here else None,
-                )
-            elif isinstance(value, np.ndarray):
-                found[f"{name} ({number})"] = (id(value), _digest(value))
-            elif is_generator(value):
-                found[f"{name} ({number})"] = repr(getattr(value, "bit_generator", value).__getstate__())
-    return found
-
-
-def _digest(numbers: Tensor | np.ndarray) -> bytes:
-    """Of their bytes; an array of objects has those of its pointers."""
-    return hashlib.sha256(np.asarray(numbers).tobytes()).digest()
-
-
-def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
-    """The name of what is not as it was; None where all is."""
-    return next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
 
 
 def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
@@ -110,7 +74,7 @@ class Evidence:
     def is_finite(self) -> bool:
         """Whether it proves anything: of a step that is skipped, as fp16's first ones are, nothing stays."""
         tensors = [*(launched.loss for launched in self.passes), *(g for g in self.reduced if g is not None)]
-        return bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all())
+        return all(bool(norm.isfinite()) for norm in torch._foreach_norm(tensors))  # perhaps of several devices
 
     @property
     def shapes(self) -> list[tuple[object, ...]]:

@@ -23,6 +23,7 @@ from trainer.data import Batch
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.errors import is_out_of_memory
+from trainer.models.host_state import changed_on_the_host, host_state, own_hook
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
@@ -33,11 +34,9 @@ from trainer.training.step_evidence import (
     Evidence,
     LaunchedPass,
     StepResult,
-    changed_on_the_host,
     copied,
     copies,
     difference,
-    host_state,
     live_state,
     random_states,
     set_random_states,
@@ -198,6 +197,8 @@ class Steps:
 
     def _watch(self, lr: float) -> None:
         """This step, which is launched, leaves its evidence."""
+        if (hook := own_hook(self.strategy.modules())) is not None:
+            raise NotRecorded(f"a {hook} would not be called by a replay")
         state = live_state(self.strategy, self.updater)
         gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
         need = COPIES * (gradients + sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
@@ -209,7 +210,7 @@ class Steps:
     def _watched(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
         """Launched, with an eye on what a replay would not do."""
         assert self.recorder is not None
-        drives, before = self.strategy.world.drives, host_state(self.strategy)
+        drives, before = self.strategy.world.drives, self._host_state()
         drawn = random_states(drives)
         with self.recorder.aside(), self.recorder.rehearsal() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
@@ -218,12 +219,15 @@ class Steps:
         if sync:
             evidence.usual = self._shapes == self._usual
             evidence.gradients = copies([p.grad for p in self.updater.parameters])
-        changed = changed_on_the_host(before, host_state(self.strategy))
+        changed = changed_on_the_host(before, self._host_state())
         if waits:
             self._give_up(f"the model waits for the device, in {waits[0]}")
         elif changed is not None:
             self._give_up(f"the model decides on the host: each pass changes its {changed}")
         return loss
+
+    def _host_state(self) -> dict[str, object]:
+        return host_state(self.strategy.modules(), {device.type for device in self.strategy.world.drives})
 
     def _launched_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         evidence, recorder = self._evidence, self.recorder
@@ -282,10 +286,10 @@ class Steps:
         assert self.recorder is not None
         batch = launched.batch
         inputs, targets = torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets)
-        before = host_state(self.strategy)
+        before = self._host_state()
         batch = Batch(inputs, targets, batch.count)
         replay, loss = self.strategy.record_pass(self.recorder, batch, launched.weight, launched.sync)
-        if (changed := changed_on_the_host(before, host_state(self.strategy))) is not None:
+        if (changed := changed_on_the_host(before, self._host_state())) is not None:
             raise NotRecorded(f"the model decides on the host: each pass changes its {changed}")
         return RecordedPass(inputs, targets, launched.weight, loss, replay)
 

@@ -19,6 +19,7 @@ from trainer.commands.plan.planned_memory import BUFFERS, CONTEXT, footprint
 from trainer.devices.cards import Cards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.readable import as_size
+from trainer.training.step_graphs import COPIES
 
 
 @pytest.mark.parametrize("words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]])
@@ -218,7 +219,7 @@ def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
 
 
 def test_what_graphs_add():
-    """Where a step can be recorded, and nowhere else: images, and for a moment two copies of what a step changes."""
+    """Where a step can be recorded, and nowhere else: images, and for a moment copies of what a step changes."""
     base = ["model.name=cnn", "batch_size=64", "optimizer.name=adam"]
 
     def planned(*words, nproc=1, devices=("cuda:0", "cuda:1")):
@@ -230,12 +231,14 @@ def test_what_graphs_add():
     for words in ([], ["graphs=true"], ["mode=local_sgd"]):
         added, device = planned(*words)
         changed = device.parameters + device.optimizer + device.buffers + device.gradients
-        assert added.stays == device.images and added.moment == 2 * changed, words
+        assert added.stays == device.images and added.moment == COPIES * changed, words
     assert planned("mode=ddp", nproc=2)[0] is None, "gradients are exchanged within a pass"
     assert planned("mode=ddp", "graphs=true", nproc=2)[0] is not None
     for words in (["graphs=false"], ["mode=pipeline"], ["mode=fsdp"]):
         assert planned(*words, nproc=1 + ("mode" in words[0]))[0] is None, words
     assert planned(devices=["cpu"])[0] is None
+    base[-1] = "optimizer.name=lars"
+    assert planned()[0] is None
 
 
 def test_the_page_tells_what_graphs_add():

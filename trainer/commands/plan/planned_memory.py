@@ -22,9 +22,10 @@ from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
-from trainer.recipe.checks import weight_shards
+from trainer.recipe.checks import launched_because, weight_shards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
+from trainer.training.step_graphs import COPIES
 
 # Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; a communicator of NCCL.
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
@@ -139,12 +140,10 @@ def _with_peak(device: Device) -> Device:
 def graphs(layout: Layout, devices: Sequence[Device]) -> GraphFigures | None:
     """Of the device with the most; None where no step is recorded. The recorded steps' own memory takes the place of
     what a launched step would allocate."""
-    recipe, several = layout.recipe, layout.processes > 1
-    overlaps = several and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients"
-    if layout.kind != "cuda" or recipe.graphs is False or "graphs" in recipe.traits.refuses or overlaps:
+    if layout.kind != "cuda" or launched_because(layout.recipe, layout.processes) is not None:
         return None
     state = max(device.parameters + device.optimizer + device.buffers + device.gradients for device in devices)
-    return GraphFigures(stays=max(device.images for device in devices), moment=2 * state)
+    return GraphFigures(stays=max(device.images for device in devices), moment=COPIES * state)
 
 
 def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:

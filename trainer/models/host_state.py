@@ -1,0 +1,81 @@
+"""What a pass does beside its kernels, which a replay of the kernels would not do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.models.equivalence import plain_attributes
+from trainer.models.undisturbed import attributes, generators, is_generator, is_plain
+
+LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")  # whose hooks compute on the device and do nothing else
+
+
+def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict[str, object]:
+    """What a pass may change on the host, by names for messages: generators, and what modules hold.
+
+    Args:
+        on_device: types of the devices that compute; "cpu" where it stands in for one.
+    """
+    found = generators()
+    if "cpu" in on_device:
+        del found["random state of torch"]  # the device's own, from which a replay draws
+    for number, module in enumerate(modules):
+        mark = f" ({number})" if len(modules) > 1 else ""
+        found |= {f"{name}{mark}": value for name, value in plain_attributes(module).items()}
+        for name, value in chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module)):
+            if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
+                found[name + mark] = _Held(value, on_device)
+            elif is_generator(value):
+                found[name + mark] = repr(getattr(value, "bit_generator", value).__getstate__())
+    return found
+
+
+class _Held:
+    """An object, and its numbers where they lie on the host. It is kept, or another might get its id."""
+
+    def __init__(self, value: Tensor | np.ndarray, on_device: Collection[str]) -> None:
+        self.value, self.digest = value, b""
+        if isinstance(value, np.ndarray):
+            self.digest = hashlib.sha256(value.tobytes()).digest()
+        elif is_plain(value) and value.device.type not in on_device:
+            self.digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.value is other.value and self.digest == other.digest
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """The name of what is not as it was; None where all is."""
+    return next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
+
+
+def own_hook(modules: Sequence[nn.Module]) -> str | None:
+    """A hook of a user's own, by a name for messages: Python that runs while a pass is recorded, and never again."""
+    return next(_own_hooks(modules), None)
+
+
+def _own_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
+    for module in modules:
+        for name, part in module.named_modules():
+            kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+            for hook in chain.from_iterable(kind.values() for kind in kinds):
+                if not _of_library(hook):
+                    yield f"hook of {name or type(part).__name__}"
+        for name, parameter in module.named_parameters():
+            of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+            if any(not _of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
+                yield f"hook of the parameter {name}"
+
+
+def _of_library(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)

@@ -128,8 +128,11 @@ class Steps:
     def begin(self, lr: float) -> None:
         """A step begins, at this learning rate."""
         self.rates.set(lr)
+        self._micro = 0
+        if self.recorder is None:
+            return
         self._usual, self._shapes, self._replays, self._evidence = self._shapes, [], False, None
-        if self.recorder is None or self.recording is not None or self._seen < self.warm - 1:
+        if self.recording is not None or self._seen < self.warm - 1:
             return
         if self._tries < TRIES:
             self._tries += 1
@@ -160,6 +163,10 @@ class Steps:
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Reduced gradients to new weights; the gradient's norm before clipping, where it is clipped or wanted."""
+        if self.recorder is None:
+            norm = self.updater.step(loss, self.strategy, want_norm)
+            self.optimizer.zero_grad()
+            return norm
         self._seen += 1
         recording = self.recording
         if self._replays and recording is not None and recording.update is not None:

@@ -37,6 +37,7 @@ WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.p
 PHOTOS = ["data.name=imagefolder", "data.image_size=8", "data.channels=1", "data.workers=0"]
 PIPELINE = ["mode=pipeline", "pipeline.microbatches=4"]
 TWO, FOUR = "pipeline.cuts=['7']", "pipeline.cuts=['1','4','7']"  # by name: measured twice, two runs might differ
+REPLAYED = ["graphs=true", "plugin=tests.simulated.tape_plugin"]  # on a CPU that has graphs
 MODES = {
     "single": ["mode=single"],
     "dp": ["mode=dp", "devices=[cpu,cpu]"],
@@ -51,6 +52,9 @@ MODES = {
     "1f1b 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", TWO],
     "local_sgd": ["mode=local_sgd", "nproc=2"],
     "hogwild": ["mode=hogwild", "nproc=2"],
+    "single replayed": ["mode=single", *REPLAYED],
+    "ddp replayed": ["mode=ddp", "nproc=2", *REPLAYED],
+    "streams replayed": [*PIPELINE, "devices=[cpu,cpu]", TWO, *REPLAYED],
 }
 # Runs whose start takes long: where kernels are compiled, in C++, and micro-batches measured; only signals strike them.
 SLOW_STARTS = {

@@ -86,7 +86,7 @@ def ordering() -> list[Site]:
 
 def _orders(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
-        of_steps = ast.unparse(call.func.value).endswith(("recorder", "steps"))  # records no event
+        of_steps = re.search(r"(recorder(\.beside\(.*\))?|steps)$", ast.unparse(call.func.value))  # records no event
         return call.func.attr in ORDERING and not of_steps
     return isinstance(call.func, ast.Name) and call.func.id in ORDERING
 

@@ -237,7 +237,7 @@ class CpuRecorder:
         with Watch(lambda what: found.append(f"{_caller()} ({what})")):
             yield found
 
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
         assert not self.closed
         drawn, state, recording = host_draws(), torch.get_rng_state(), Recording(self.pool)
         try:

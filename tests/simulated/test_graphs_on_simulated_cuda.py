@@ -10,7 +10,9 @@ import torch
 
 from tests.simulated.simcuda import graphs, runs, simulated
 from tests.training import graphed_runs  # noqa: F401  registers models
+from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import CudaRecorder, NotRecorded
+from trainer.recipe import versions
 from trainer.training import step_graphs
 from trainer.training.step_graphs import Steps
 
@@ -163,7 +165,11 @@ def captured(work):
         lambda x: torch.cuda.empty_cache(),
     ],
 )
-def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait):
+@pytest.mark.parametrize("old", [False, True])
+def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait, old, monkeypatch):
+    if old:
+        of_an_old_torch(monkeypatch)
+    recoveries = cuda_graphs.recoveries
     x, recorder = torch.ones(4, device="cuda:0"), CudaRecorder(torch.device("cuda", 0))
     with pytest.raises(NotRecorded, match="capturing"):
         recorder.record(lambda: (x.add_(1), wait(x)))
@@ -171,9 +177,16 @@ def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait):
     replay, out = recorder.record(lambda: x + 1)
     replay()
     assert out.tolist() == [2.0] * 4 and machine.graphs.allocating == {} and machine.errors == []
+    assert cuda_graphs.recoveries == recoveries + old
 
 
-def test_after_a_capture_that_failed_torch_believes_in_it(machine):
+def of_an_old_torch(monkeypatch):
+    for what in ("random states of each capture", "an end of captures that fail"):
+        monkeypatch.setitem(versions.SINCE, what, versions.Since((99, 0), ""))
+
+
+def test_after_a_capture_that_failed_an_old_torch_believes_in_it(machine, monkeypatch):
+    of_an_old_torch(monkeypatch)
     x = torch.ones(4, device="cuda:0")
 
     def hidden():

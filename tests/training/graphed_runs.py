@@ -133,8 +133,60 @@ class HookedWeight(Noisy):
         self.head.weight.register_hook(lambda gradient: SEEN.append(gradient.shape))
 
 
+class Anneals(Noisy):
+    """What its layers do depends on how often it was switched to training: on the epoch."""
+
+    epochs, until = 0, 2
+
+    def train(self, mode=True):
+        self.epochs = min(self.epochs + mode, self.until)
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.5 * self.epochs)
+
+
+class AnnealsOn(Anneals):
+    until = 99
+
+
+class Drifts(Noisy):
+    """A number in a list, which changes by too little to be seen in what a step leaves."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.factors = [1.0]
+
+    def forward(self, x):
+        self.factors[0] += 1e-9 * self.training
+        return super().forward(x) * self.factors[0]
+
+
+class WaitsOnOne(Noisy):
+    """One rank's decides on the host."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 1.0 if os.environ.get("RANK") == "1" and float(out.detach().sum()) > -1e9 else out
+
+
 SEEN: list[torch.Size] = []
-for kind in (Hooked, HookedWeight, Noisy, Waits, Reads, HostDraws, Counts, Replaces, FromTheHost, Plain):
+for kind in (
+    Anneals,
+    AnnealsOn,
+    Drifts,
+    WaitsOnOne,
+    Hooked,
+    HookedWeight,
+    Noisy,
+    Waits,
+    Reads,
+    HostDraws,
+    Counts,
+    Replaces,
+    FromTheHost,
+    Plain,
+):
     trainer.register_model(kind.__name__.lower())(kind)
 
 

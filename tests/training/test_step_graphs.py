@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.command_line import ok
+from tests.command_line import ok, result
 from tests.simulated.tape import CpuRecorder, is_recording
 from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
 from trainer.devices.cuda_graphs import NotRecorded
@@ -192,6 +192,7 @@ REASONS = {
     "hostdraws": "random",
     "replaces": "buffer",
     "counts": "calls",
+    "drifts": "factors",
     "hooked": "hook of norm",
     "hookedweight": "hook of the parameter head.weight",
 }
@@ -276,6 +277,18 @@ def test_weights_that_move_are_recorded_anew():
     assert equal(words, played) and played.replayed_to_the_end and played.said
     (recorder,) = played.recorders
     assert len(recorder.recordings) >= 4
+
+
+def test_a_model_that_changes_from_epoch_to_epoch_is_recorded_anew():
+    words = f"model.name=anneals {SGD} epochs=4"
+    played = replayed(words)
+    assert equal(words, played) and played.replayed_to_the_end and len(played.said) == 1 and "epochs" in played.said[0]
+
+
+def test_one_that_never_stops_changing_is_launched():
+    words = f"model.name=annealson {SGD} epochs=13 data.samples=48"
+    played = replayed(words)
+    assert equal(words, played) and not played.replayed_to_the_end and "epoch to epoch" in played.said[-1]
 
 
 # Mutants: each of these is wrong, and either another run or one whose steps are launched after all.
@@ -436,8 +449,9 @@ def commanded(words, graphs, warm, folder):
     replays.mkdir()
     env = {"TRAINER_TEST_REPLAYS": str(replays), "TRAINER_TEST_WARM": str(warm)}
     more = ["nproc=2", "plugin=tests.simulated.tape_plugin", f"graphs={graphs}", f"output={folder / graphs}"]
-    ok(*base, *words.split(), *more, env=env)
-    return Left(folder / graphs).read(), [file.stat().st_size for file in replays.iterdir()]
+    left = Left(folder / graphs)
+    left.output = ok(*base, *words.split(), *more, env=env).stdout
+    return left.read(), [file.stat().st_size for file in replays.iterdir()]
 
 
 @pytest.mark.parametrize("name", [*RANKS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_RANKS)])
@@ -447,3 +461,11 @@ def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     played, replays = commanded(words, "true", warm, tmp_path)
     assert differences(eager, played) == [] and none == []
     assert len(replays) == 2 and min(replays) > 5
+
+
+def test_what_keeps_one_rank_from_recording_is_told_and_all_launch(tmp_path):
+    words = f"mode=ddp model.name=waitsonone {SGD} epochs=3"
+    eager, _ = commanded(words, "false", 0, tmp_path)
+    played, _ = commanded(words, "true", 2, tmp_path)
+    assert differences(eager, played) == [] and result(tmp_path / "true")["graphs"] == "launched"
+    assert "rank 1" in played.output and "graphed_runs.py" in played.output

@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from trainer.recipe.versions import torch_has
+
 Made = TypeVar("Made")
 
 
@@ -32,8 +34,12 @@ class StepRecorder(Protocol):
     def rehearsal(self) -> AbstractContextManager[list[str]]:
         """Gives, after its end, where the host waited for the device in it: such work cannot be recorded."""
 
-    def record(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    def record(
+        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
+    ) -> tuple[Callable[[], None], Made]:
         """What replays `work`, and what it gave: tensors that each replay fills anew.
+
+        `stream`: where it is recorded, if not where `aside` computes: where the work was computed before.
 
         Raises:
             NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
@@ -71,6 +77,9 @@ def restore(drawn: tuple[Any, ...]) -> bool:
     random.setstate(drawn[0])
     np.random.set_state(drawn[1])
     return same
+
+
+recoveries = 0  # times that a generator got another state: what was recorded before draws from one that nobody has
 
 
 class CudaRecorder:
@@ -111,7 +120,9 @@ class CudaRecorder:
         told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         waits += [f"{warning.filename}:{warning.lineno}" for warning in told]
 
-    def record(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    def record(
+        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
+    ) -> tuple[Callable[[], None], Made]:
         # Not `torch.cuda.graph`: where a recording fails it leaves its stream as the current one.
         torch.cuda.synchronize(self.device)
         if self.pool is None:
@@ -124,7 +135,7 @@ class CudaRecorder:
         collecting = gc.isenabled()
         gc.disable()  # what it finalises may free events or memory of the device, which a recording forbids
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(stream or self.stream):
                 # Other threads (photos, loggers, NCCL's watchdog) go on calling CUDA meanwhile.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
@@ -148,19 +159,22 @@ class CudaRecorder:
         return graph.replay, made
 
     def _recover(self) -> None:
-        """After a recording that failed: eager work goes on as if there had been none.
+        """After a recording that failed: launched work goes on as if there had been none.
 
-        torch's generator still believes that it is being recorded, and before torch 2.13 its allocator does too
-        (pytorch/pytorch#180395), which then never takes back memory that several streams have used.
+        An older torch believes that the recording goes on: its generator, and its allocator, which then never takes
+        back memory that several streams have used (pytorch/pytorch#180395), nor gives back the pool's.
         """
+        global recoveries
         torch.cuda.synchronize(self.device)
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if end is not None:
-            with suppress(RuntimeError):  # where torch has done so already
-                end(index, self.pool)
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
+        if not torch_has("an end of captures that fail"):
+            for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):  # where torch has done so already
+                    end(index, self.pool)
+        if not torch_has("random states of each capture"):
+            recoveries += 1
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

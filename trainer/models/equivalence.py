@@ -109,12 +109,13 @@ def observe(
                 parameters[name].grad = gradient
 
 
-def plain_attributes(model: nn.Module) -> dict[str, object]:
-    """Numbers and words that a module has, and the length of what it collects."""
+def plain_attributes(model: nn.Module, figures: bool = False) -> dict[str, object]:
+    """Numbers and words that a module has, and the length of what it collects; `figures` in there too, which the
+    rounding of a pass may change."""
     found: dict[str, object] = {}
     for name, value in attributes(model):
         collected = isinstance(value, list | tuple | dict | set)
-        figure = isinstance(value, float) and name.endswith("]")  # a pass's own, which rounding changes
+        figure = not figures and isinstance(value, float) and name.endswith("]")
         if collected or (isinstance(value, bool | int | float | str) and not figure):
             found[name] = repr(len(value) if collected else value)
     return found

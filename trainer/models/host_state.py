@@ -28,7 +28,7 @@ def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict
         del found["random state of torch"]  # the device's own, from which a replay draws
     for number, module in enumerate(modules):
         mark = f" ({number})" if len(modules) > 1 else ""
-        found |= {f"{name}{mark}": value for name, value in plain_attributes(module).items()}
+        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
         for name, value in chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module)):
             if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
                 found[name + mark] = _Held(value, on_device)
@@ -51,6 +51,17 @@ class _Held:
         return isinstance(other, _Held) and self.value is other.value and self.digest == other.digest
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def settings(modules: Sequence[nn.Module]) -> dict[str, object]:
+    """What a model may decide by from pass to pass, by names for messages: attributes, training flags, what trains."""
+    found: dict[str, object] = {}
+    for number, module in enumerate(modules):
+        mark = f" ({number})" if len(modules) > 1 else ""
+        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
+        found |= {f"mode of {name or 'the model'}{mark}": part.training for name, part in module.named_modules()}
+        found |= {f"requires_grad of {name}{mark}": p.requires_grad for name, p in module.named_parameters()}
+    return found | {"hooks": own_hook(modules)}
 
 
 def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:

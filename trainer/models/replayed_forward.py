@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.errors import is_out_of_memory, text_of
-from trainer.models.equivalence import distance, plain_attributes
-from trainer.models.host_state import changed_on_the_host, host_state, own_hook
+from trainer.models.equivalence import distance
+from trainer.models.host_state import changed_on_the_host, host_state, own_hook, settings
 from trainer.models.undisturbed import attributes, is_plain, undisturbed
 
 WARM = 3  # passes of a shape before it is recorded
@@ -182,5 +182,5 @@ class ReplayedForward:
         held = [t for module in self._modules for t in chain(module.parameters(), module.buffers())]
         addresses = [tensor.data_ptr() for tensor in (*held, *self._state().values())]
         hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in self._parts()]
-        plain = [plain_attributes(module) for module in self._modules]
-        return addresses, hooks, plain, self._parts()
+        plain = {name: value for name, value in settings(self._modules).items() if not name.startswith("mode of")}
+        return addresses, hooks, plain, self._parts(), cuda_graphs.recoveries

@@ -88,7 +88,7 @@ class MuonAdamW(torch.optim.Optimizer):
         update = orthogonal(gradients.lerp(update, self.momentum) if self.nesterov else update)
         torch._foreach_mul_(matrices, rates.keep)
         # What torch's fused SGD does: it takes a number or a tensor, and leaves the weights where the flag says so.
-        updates = update.to(matrices[0].dtype, memory_format=torch.contiguous_format).unbind()
+        updates = update.to(matrices[0].dtype).contiguous().unbind()
         lr: Any = rates.times(0.2 * math.sqrt(max(matrices[0].shape)))  # steps as long as AdamW's
         plain: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "is_first_step": False}
         plain |= {"nesterov": False, "maximize": False, "found_inf": rates.flag}

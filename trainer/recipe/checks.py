@@ -114,7 +114,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             "fsdp.offload=true moves shards, but one process has none: type nproc=2, or fsdp.offload=false"
         )
     if recipe.graphs is True and (reason := launched_because(recipe, processes)) is not None:
-        raise RecipeError(f"graphs=true cannot be here: {reason}")
+        raise RecipeError(f"graphs=true is not possible here: {reason}")
     count = shards(recipe, processes)
     if not divides(recipe, count):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []

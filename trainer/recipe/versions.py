@@ -24,6 +24,8 @@ SINCE = {
     "stage inputs of any layout": Since((2, 12), "the check that compares the first stage's strides is left out"),
     "gradients through a group of their own": Since((2, 14), "a pipeline's messages of both ways share one"),
     "compile() of torch.nn's own modules": Since((2, 14), "it compiles nothing: a function that calls one is compiled"),
+    "random states of each capture": Since((2, 12), "after one that fails the generator gets another state"),
+    "an end of captures that fail": Since((2, 14), "the allocator is told, and the pool given back"),
     "backward passes in two parts": Since((2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"),
 }
 

@@ -134,6 +134,8 @@ def difference(
         live: the state, which is as it was again afterwards.
         replay: does the step of the evidence by replays, from the live state on.
     """
+    if not live.keys() == evidence.before.keys() == evidence.after.keys():
+        return "state of the model or optimizer comes or goes"
     now = copied(live)
     losses = [launched.loss for launched in evidence.passes]
     launched = StepResult(losses, evidence.gradients, evidence.after)

@@ -23,7 +23,7 @@ from trainer.data import Batch
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.errors import is_out_of_memory
-from trainer.models.host_state import changed_on_the_host, host_state, own_hook
+from trainer.models.host_state import changed_on_the_host, host_state, own_hook, settings
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
@@ -48,7 +48,7 @@ WARM = 4  # steps of a process before the first that is recorded
 TIMED = 12  # steps of each kind that graphs=auto compares
 FASTER = 1.03  # times that replayed ones have to be, for the memory that they take
 TRIES = 8  # steps that may be of other shapes than the one before, until one is recorded
-COPIES = 3  # of the state, and as many of the gradients, that the comparison needs for a moment
+COPIES = 5  # of the state and of the gradients, at most, that the comparison needs for a moment
 
 
 @dataclass
@@ -73,7 +73,13 @@ class RecordedStep:
     begin: Callable[[], None] | None = None  # keeps buffers for a step that may be skipped
     kept: list[Tensor] = field(default_factory=list)  # there
     update: Callable[[], None] | None = None  # None: launched
-    addresses: dict[str, int] = field(default_factory=dict)  # of all that is neither input nor its own
+    made_for: dict[str, object] = field(default_factory=dict)  # addresses of all that is not its own, and settings
+
+
+def _room(device: torch.device) -> int:
+    """Free bytes, with those that torch keeps for later: a recording begins by giving them back."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return free_memory(device) + kept
 
 
 class Steps:
@@ -91,7 +97,8 @@ class Steps:
         self.optimizer, self._say = optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
-        self._tried = possible
+        self._tried, self._reason = possible, None if possible else ""  # why steps are launched after all
+        self._anew = 0  # times that a step was recorded anew
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
         self._one_device = len(set(strategy.world.drives)) == 1
         self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
@@ -108,10 +115,28 @@ class Steps:
     # The loop's calls, in this order.
 
     def check(self) -> None:
-        """Between epochs, evaluations and saves: what was recorded is for tensors that are where they were."""
-        if self.recording is not None and self._where() != self.recording.addresses:
-            self._say("  graphs: weights or optimizer have moved in memory; the step is recorded anew")
+        """An epoch of training begins: what was recorded is for tensors that are where they were, and for a model that
+        decides as it did. Collective where several ranks may record."""
+        if self._tried and self.strategy.world.size > 1:
+            self._agree()
+        if self.recording is None:
+            return
+        changed = changed_on_the_host(self.recording.made_for, self._as_it_is())
+        if changed is not None:
+            self._anew += 1
+            if self._anew > TRIES:
+                self._give_up(f"the model changes its {changed} from epoch to epoch")
+                return
+            self._say(f"  graphs: {changed} is not as it was; the step is recorded anew")
             self._forget()
+
+    def _agree(self) -> None:
+        """If a rank launches its steps all do: it would hold up the others, and its reason should be told."""
+        world = self.strategy.world
+        reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
+        for rank, reason in enumerate(reasons):
+            if reason is not None and self.recorder is not None:
+                self._give_up(f"{reason} (rank {rank})")
 
     @property
     def due(self) -> bool:
@@ -131,6 +156,8 @@ class Steps:
         self._micro = 0
         if self.recorder is None:
             return
+        if self.recording is not None and self._recoveries != cuda_graphs.recoveries:
+            self._forget()
         self._usual, self._shapes, self._replays, self._evidence = self._shapes, [], False, None
         if self.recording is not None or self._seen < self.warm - 1:
             return
@@ -209,7 +236,7 @@ class Steps:
         state = live_state(self.strategy, self.updater)
         gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
         need = COPIES * (gradients + sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
-        if need > (free := min(map(free_memory, self.strategy.world.drives))):
+        if need > (free := min(map(_room, self.strategy.world.drives))):
             wanted, there = need / 2**30, free / 2**30
             raise NotRecorded(f"the comparison with a replay needs {wanted:.2f} GiB, and {there:.2f} GiB are free")
         self._evidence = Evidence(lr, copied(state))
@@ -259,7 +286,8 @@ class Steps:
         """
         drives = self.strategy.world.drives
         drawn = random_states(drives)
-        watch, self.strategy.forward_watch = self.strategy.forward_watch, None  # events of a recording tell no time
+        # Events of a recording tell no time.
+        watch, self.strategy.forward_watch = self.strategy.forward_watch, None
         try:
             self._record_step(evidence)
             state = live_state(self.strategy, self.updater)
@@ -287,7 +315,8 @@ class Steps:
             recording.loss = torch.zeros_like(evidence.passes[0].loss)
             update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))  # type: ignore[arg-type]
             recording.update, recording.norm = update
-        self.recording, recording.addresses = recording, self._where()
+        self.recording, recording.made_for = recording, self._as_it_is()
+        self._recoveries = cuda_graphs.recoveries
 
     def _record_pass(self, launched: LaunchedPass) -> RecordedPass:
         assert self.recorder is not None
@@ -385,6 +414,7 @@ class Steps:
     def _give_up(self, reason: str) -> None:
         """From here on Python launches every kernel, in the middle of a step too: its gradients are where they were."""
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
+        self._reason = reason
         self._forget()
         assert self.recorder is not None
         self.recorder.close()
@@ -396,8 +426,9 @@ class Steps:
         if self._micro == 0:  # between two steps
             self.optimizer.zero_grad()
 
-    def _where(self) -> dict[str, int]:
-        """Addresses of all that a recorded step reads and changes beside its own memory."""
+    def _as_it_is(self) -> dict[str, object]:
+        """Addresses of all that a recorded step reads and changes beside its own memory; what a model decides by."""
         state = live_state(self.strategy, self.updater)
         rates = {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
-        return {name: tensor.data_ptr() for name, tensor in (state | rates).items()}
+        addresses = {f"the place of {name}": tensor.data_ptr() for name, tensor in (state | rates).items()}
+        return {**addresses, **settings(self.strategy.modules())}

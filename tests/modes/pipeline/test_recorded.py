@@ -169,7 +169,7 @@ class Fails(Several):
 
     after = 0
 
-    def record(self, work):
+    def record(self, work, stream=None):
         if len(self.recordings) >= self.after:
             with pytest.raises(NotRecorded):
                 super().record(lambda: (work(), torch.zeros(()).item()))
@@ -244,7 +244,7 @@ def only_once(self, tensor, into=None):
 class SameDraws(Several):
     """As a generator that no graph knows: each replay draws what the first one drew."""
 
-    def record(self, work):
+    def record(self, work, stream=None):
         state = torch.get_rng_state()
         replay, made = super().record(work)
 
@@ -260,7 +260,7 @@ class SameDraws(Several):
 class CommitsAtOnce(Several):
     """Statistics are written while they are recorded."""
 
-    def record(self, work):
+    def record(self, work, stream=None):
         if getattr(work, "__func__", None) is DeferredStatistics.commit:
             return lambda: None, work()
         return super().record(work)

@@ -15,6 +15,7 @@ import torch
 
 from tests.simulated.simcuda.order import Stream, new_name
 from tests.simulated.tape import Pool, Recording, outside, without_modes
+from trainer.recipe.versions import torch_has
 
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
 
@@ -181,7 +182,11 @@ class Graph:
         self.reads, self.writes = machine.memory.captured({*capture.names.values()})
         if capture.broken or unjoined:
             why = "unjoined work" if unjoined else f"a previous error during capture: {capture.broken}"
-            raise RuntimeError(f"CUDA error: operation failed due to {why}")  # and torch believes that it goes on
+            if torch_has("random states of each capture"):
+                machine.graphs.drawing.discard(self.device)
+            if torch_has("an end of captures that fail"):  # an older one believes that it goes on
+                del machine.graphs.allocating[self.device]
+            raise RuntimeError(f"CUDA error: operation failed due to {why}")
         machine.graphs.drawing.discard(self.device)
         del machine.graphs.allocating[self.device]
         self.tape = capture.tape

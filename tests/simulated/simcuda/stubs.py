@@ -63,6 +63,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
         torch._C: {
             "_cuda_getDeviceCount": lambda: machine.count,
             "_cuda_endAllocateToPool": machine.graphs.end_allocating,
+            "_cuda_releasePool": lambda device, pool: None,
         },
         torch.version: {"cuda": torch.version.cuda or "13.0", "hip": None},
         glob: {"glob": _with_driver(glob.glob, machine.count)},

@@ -49,7 +49,7 @@ class RecordedActions:
             if kind == "B" and (stage, m) not in on.gradients:
                 continue  # a stage that is frozen, as all before it
             lane = lanes[stage]
-            replay, out = recorder.beside(lane.device).record(partial(pipeline.compute, action, on))
+            replay, out = recorder.beside(lane.device).record(partial(pipeline.compute, action, on), lane.stream)
             copied = None
             if out is not None:
                 moved = torch.empty_like(out.detach(), device=pipeline.edge(action).target.device)
@@ -60,7 +60,7 @@ class RecordedActions:
         for stage, lane in enumerate(lanes):
             deferred = pipeline.deferred.get(pipeline.stages[stage])
             if deferred is not None and deferred.layers:
-                self._ends.append((lane, recorder.beside(lane.device).record(deferred.commit)[0]))
+                self._ends.append((lane, recorder.beside(lane.device).record(deferred.commit, lane.stream)[0]))
         self._losses = on.losses
         self.loss = torch.zeros((), device=pipeline.device)
 

@@ -104,6 +104,8 @@ class Strategy:
         self.forward_watch = Stopwatch(self.device, every) if watched else None
         # Whether passes exchange nothing, because they are recorded: `reduce_gradients` does it.
         self.apart = self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
+        # Of steps that may be replayed whole passes are timed, which exchange nothing either: see `step_graphs`.
+        self.times_passes = False
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
 
@@ -200,7 +202,7 @@ class Strategy:
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Held over a forward pass of training."""
-        return self.forward_watch or nullcontext()
+        return nullcontext() if self.times_passes else self.forward_watch or nullcontext()
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """The model's outputs (N, ...) in the recipe's precision."""

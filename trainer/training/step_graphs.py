@@ -11,6 +11,7 @@ began (`step_evidence`), and only a step that ends where that ended is replayed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -97,6 +98,7 @@ class Steps:
         self.optimizer, self._say = optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
+        strategy.times_passes = possible
         self._tried, self._reason = possible, None if possible else ""  # why steps are launched after all
         self._anew = 0  # times that a step was recorded anew
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
@@ -173,7 +175,12 @@ class Steps:
         if self.recorder is None:
             if micro == 0:
                 self.updater.begin(self.strategy)
-            return self.strategy.forward_backward(batch, weight, sync)
+            with self.strategy.forward_watch or nullcontext() if self._tried else nullcontext():
+                return self.strategy.forward_backward(batch, weight, sync)
+        with self.strategy.forward_watch or nullcontext():
+            return self._pass(micro, batch, weight, sync)
+
+    def _pass(self, micro: int, batch: Batch, weight: float, sync: bool) -> Tensor:
         self._shapes.append(shape_of(batch))
         recorded = self._recorded(micro, batch, weight)
         if recorded is not None:
@@ -286,8 +293,6 @@ class Steps:
         """
         drives = self.strategy.world.drives
         drawn = random_states(drives)
-        # Events of a recording tell no time.
-        watch, self.strategy.forward_watch = self.strategy.forward_watch, None
         try:
             self._record_step(evidence)
             state = live_state(self.strategy, self.updater)
@@ -296,7 +301,6 @@ class Steps:
                 raise NotRecorded(f"a replay is another step: the {found}")
         finally:
             set_random_states(drives, drawn)
-            self.strategy.forward_watch = watch
 
     def _record_step(self, evidence: Evidence) -> None:
         assert self.recorder is not None
@@ -349,8 +353,7 @@ class Steps:
                 self.updater.begin(self.strategy)
         recorded.inputs.copy_(batch.inputs, non_blocking=True)
         recorded.targets.copy_(batch.targets, non_blocking=True)
-        with self.strategy.watched_forward():
-            recorded.replay()
+        recorded.replay()
         return recorded.loss.clone()  # the next replay writes there
 
     def _replayed_update(self, recording: RecordedStep, loss: Tensor) -> Tensor | None:

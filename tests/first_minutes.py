@@ -206,7 +206,7 @@ def timed(trip: Trip, net: Net, *sides: list[str]) -> Row:
     words = [net.run_of(trip.warm + net.steps, f"logging.warmup_steps={trip.warm}", *side) for side in sides]
     results = [trip.train({"timed": run})[0] for run in words]
     before, after = (result["throughput"]["samples_per_sec"] for result in results)
-    figure = f"{after / before:.2f}: {after:,.0f} / {before:,.0f} images/s"
+    figure = f"{after / before:.2f} times as fast: {after:,.0f} in place of {before:,.0f} images/s"
     kept = ("throughput", "step_time_s", "peak_memory_bytes", "verdict")
     return judged(trip, words, results, figure, runs=[{key: result.get(key) for key in kept} for result in results])
 
@@ -365,7 +365,9 @@ def travel(trip: Trip, chosen: list[str], end: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or "first_minutes", help="for results")
+    parser.add_argument(
+        "--out", type=Path, default=os.environ.get("OUT") or "runs/first_minutes_results", help="for results"
+    )
     parser.add_argument("--wheels", type=Path, help="a folder of wheels")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it")
     parser.add_argument("--only", choices=[*SHARES], action="append", help="these parts")

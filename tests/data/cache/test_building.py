@@ -209,7 +209,8 @@ def test_each_time_that_is_told_is_about_the_time_that_it_takes(
     told = []
     say = lambda line: told.append((readers.now, line))  # noqa: E731
     monkeypatch.setattr(progress, "print", lambda line, **_: say(line), raising=False)
-    monkeypatch.setattr(stored, "TOGETHER", 4)
+    monkeypatch.setattr(stored, "TOGETHER", 2**60)  # blocks of four, wherever the photos lie
+    monkeypatch.setattr(stored, "MOST", 4)
     words = ["data.name=imagefolder", f"data.root={photos}", f"data.cache_dir={tmp_path}", f"data.workers={workers}"]
     recipe = load(None, *words, "data.cache=disk")
     with cached_set.ExitStack() as closing:

@@ -33,7 +33,7 @@ def test_every_photo_lies_where_it_is_said(photos):
     root, names = photos
     parts = [folder(root, names[::3]), folder(root, names[1::3][::-1])]
     packing = pack(parts, HOW)
-    assert sum(map(len, packing.paths)) == 2000 and max(map(len, packing.paths)) <= MOST and len(packing.paths) > 3
+    assert sum(map(len, packing.paths)) == 2000 and max(map(len, packing.paths)) <= MOST and len(packing.paths) > 1
     for part, places in zip(parts, packing.places, strict=True):
         found = [packing.paths[block][row] for block, row in places]
         assert found == [os.fsencode(part.where(index)) for index in range(len(part))]

@@ -65,7 +65,9 @@ def key(default: Any, comment: str, example: Any = None, **limits: Any) -> Any:
 class ModelRecipe(_Section):
     """The network."""
 
-    name: str = key("cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn (_small, _mirrored), torchvision, timm:NAME")
+    name: str = key(
+        "cnn", "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn (_small, _mirrored), torchvision, timm:NAME"
+    )
     weights: str | None = key(
         None, "published weights of torchvision or timm to start from: a name, or DEFAULT", "DEFAULT"
     )

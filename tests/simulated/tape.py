@@ -292,6 +292,25 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def same_draws(kind: type[CpuRecorder]) -> type[CpuRecorder]:
+    """A recorder of that kind, as of a generator that no graph knows: each replay draws what the first one drew."""
+
+    class SameDraws(kind):  # type: ignore[misc, valid-type]
+        def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
+            state = torch.get_rng_state()
+            replay, made = super().record(work)
+
+            def again() -> None:
+                after = torch.get_rng_state()
+                torch.set_rng_state(state)
+                replay()
+                torch.set_rng_state(after)
+
+            return again, made
+
+    return SameDraws
+
+
 @contextmanager
 def graphs_on_the_cpu(kind: type[CpuRecorder] = CpuRecorder) -> Iterator[list[CpuRecorder]]:
     """Devices of the CPU have graphs in this block; gives the recorders that were made in it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.command_line import ok, result
-from tests.simulated.tape import CpuRecorder, is_recording
+from tests.simulated.tape import CpuRecorder, is_recording, same_draws
 from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
 from trainer.devices.cuda_graphs import NotRecorded
 from trainer.errors import TrainerError
@@ -322,22 +322,6 @@ def buffers_are_kept_outside(self, strategy, plain=Updater.begin):
         plain(self, strategy)
 
 
-class SameDraws(CpuRecorder):
-    """As of a generator that no graph knows."""
-
-    def record(self, work):
-        state = torch.get_rng_state()
-        replay, made = super().record(work)
-
-        def again():
-            after = torch.get_rng_state()
-            torch.set_rng_state(state)
-            replay()
-            torch.set_rng_state(after)
-
-        return again, made
-
-
 class OneForAll(CpuRecorder):
     """What was recorded first serves for all that gives as much: a pass that adds, another shape."""
 
@@ -385,7 +369,7 @@ MUTANTS = {  # words, patches, recorder
         [(Strategy, "weights", moved()), (Steps, "check", lambda self: None)],
         CpuRecorder,
     ),
-    "draws repeat": ("", [], SameDraws),
+    "draws repeat": ("", [], same_draws(CpuRecorder)),
     "a pass that adds is the first": (f"{SGD} accumulate=2", [], OneForAll),
     "a number of the host": (f"model.name=fromthehost {SGD}", [], CpuRecorder),
     "the average is recorded": (f"{ADAMW} ema=0.99", Average().patches(), CpuRecorder),

@@ -22,6 +22,7 @@ from trainer.models.undisturbed import attributes, generators, is_plain, undistu
 SECONDS = 2.0  # that a proof may take without a word
 # Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
+NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
 Made = TypeVar("Made")
 Tensors = dict[str, Tensor | None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from trainer.models.equivalence import plain_attributes
 from trainer.models.undisturbed import attributes, generators, is_generator, is_plain
 
-LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")  # whose hooks compute on the device and do nothing else
+# Whose hooks compute on the device and do nothing else, and whose models use the same parameters in every pass.
+LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")
 
 
 def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict[str, object]:
@@ -34,6 +36,16 @@ def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict
                 found[name + mark] = _Held(value, on_device)
             elif is_generator(value):
                 found[name + mark] = repr(getattr(value, "bit_generator", value).__getstate__())
+    return found
+
+
+def held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Buffers, and tensors among the attributes of modules: what a pass may change in place, by names for messages."""
+    found: dict[str, Tensor] = {}
+    for number, module in enumerate(modules):
+        buffers = ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
+        named = ((name, value) for name, value in chain(buffers, attributes(module)) if isinstance(value, Tensor))
+        found |= {f"{name} ({number})": tensor for name, tensor in named if is_plain(tensor)}
     return found
 
 
@@ -79,14 +91,15 @@ def _own_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
         for name, part in module.named_modules():
             kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
             for hook in chain.from_iterable(kind.values() for kind in kinds):
-                if not _of_library(hook):
+                if not of_library(hook):
                     yield f"hook of {name or type(part).__name__}"
         for name, parameter in module.named_parameters():
             of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-            if any(not _of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
+            if any(not of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
                 yield f"hook of the parameter {name}"
 
 
-def _of_library(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)
+def of_library(made: Any) -> bool:
+    """Whether a class, a function or a part of one is no user's own."""
+    made = made.func if isinstance(made, functools.partial) else made
+    return str(getattr(made, "__module__", None) or type(made).__module__).startswith(LIBRARIES)

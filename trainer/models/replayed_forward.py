@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.errors import is_out_of_memory, text_of
-from trainer.models.equivalence import distance
-from trainer.models.host_state import changed_on_the_host, host_state, own_hook, settings
-from trainer.models.undisturbed import attributes, is_plain, undisturbed
+from trainer.models.equivalence import NOISE, distance
+from trainer.models.host_state import changed_on_the_host, held_tensors, host_state, own_hook, settings
+from trainer.models.undisturbed import undisturbed
 
 WARM = 3  # passes of a shape before it is recorded
 PAYS = 36  # passes of a shape from which on a recording, which takes some more of them, gains
-NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
 Forward = Callable[[Tensor], Tensor | None]
 
 
@@ -158,16 +157,12 @@ class ReplayedForward:
                 raise NotRecorded(f"a pass changes {changed} on the host")
             if not isinstance(outputs, Tensor):
                 raise NotRecorded(f"the model gives a {type(outputs).__name__}, not a tensor")
-            return {"the output": outputs.clone()} | {name: tensor.clone() for name, tensor in self._state().items()}
+            return {"the output": outputs.clone()} | {
+                name: tensor.clone() for name, tensor in held_tensors(self._modules).items()
+            }
 
     def _parts(self) -> list[nn.Module]:
         return [part for module in self._modules for part in module.modules()]
-
-    def _state(self) -> dict[str, Tensor]:
-        """Buffers and tensors among the attributes of modules, which a pass may change in place."""
-        named = (chain(module.named_buffers(), attributes(module)) for module in self._modules)
-        held = (pair for number, pairs in enumerate(named) for pair in ((f"{n} ({number})", v) for n, v in pairs))
-        return {name: value for name, value in held if isinstance(value, Tensor) and is_plain(value)}
 
     def _on_the_host(self) -> dict[str, object]:
         """What a pass may change there, where a replay changes nothing; weights with how often they were written."""
@@ -179,8 +174,8 @@ class ReplayedForward:
 
     def _as_it_is(self) -> object:
         """What a recording was made for: it stands as long as this does."""
-        held = [t for module in self._modules for t in chain(module.parameters(), module.buffers())]
-        addresses = [tensor.data_ptr() for tensor in (*held, *self._state().values())]
+        weights = chain.from_iterable(module.parameters() for module in self._modules)
+        addresses = [tensor.data_ptr() for tensor in (*weights, *held_tensors(self._modules).values())]
         hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in self._parts()]
         plain = {name: value for name, value in settings(self._modules).items() if not name.startswith("mode of")}
         return addresses, hooks, plain, self._parts(), cuda_graphs.recoveries

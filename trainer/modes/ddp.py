@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
+from trainer.models.host_state import of_library
 from trainer.models.norms import unlike, writes_statistics_only
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Strategy, by_type, in_a_row, put_back
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 PAIRS = 8  # passes with and without communication, at most, to find what it costs
 LOOKS = 4  # passes that tell whether a model leaves parameters unused: by chance, some do in one and not in another
-LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")  # whose models use the same parameters in every pass
 
 
 def read_in_training(model: nn.Module) -> bool:
@@ -88,7 +88,7 @@ class DistributedDataParallel(Strategy):
         if self.world.size == 1:
             return
         # Passes of a user's own code may change weights, and other parameters may be unused in each.
-        own = any(not type(part).__module__.startswith(LIBRARIES) for part in self.module.modules())
+        own = any(not of_library(type(part)) for part in self.module.modules())
         with lost_peers(), undisturbed([self.module], self.device, weights=own):
             looks = LOOKS if own else 1
             unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused(looks)))))

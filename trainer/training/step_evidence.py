@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.models.equivalence import TOLERANCE, distance
-from trainer.models.undisturbed import attributes, is_plain
+from trainer.models.equivalence import NOISE, TOLERANCE, distance
+from trainer.models.host_state import held_tensors
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 
-NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
 ULP = 2.0**-22  # of a weight's norm: what rounding may hide of its change
 
 
 def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
     """All that a step reads and changes beside gradients and its own memory, by names for messages."""
     found: dict[str, Tensor] = {f"weight {name}": p.data for name, p in strategy.named_parameters().items()}
-    for number, module in enumerate(strategy.modules()):
-        found |= {f"buffer {name} ({number})": buffer for name, buffer in module.named_buffers()}
-        held = ((f"{name} ({number})", value) for name, value in attributes(module))
-        found |= {name: value for name, value in held if isinstance(value, Tensor) and is_plain(value)}
+    found |= held_tensors(strategy.modules())
     for number, values in enumerate(updater.optimizer.state.values()):
         found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
     flags = {"nonfinite": updater.nonfinite, "bad": updater.bad, "skipped": updater.skipped, **updater.state()}
@@ -36,7 +32,7 @@ def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
 
 
 def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Of the devices' generators; nothing waits."""
+    """Of the devices' generators alone: the host's are as they were. Nothing waits."""
     return [torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state() for d in dict.fromkeys(devices)]
 
 

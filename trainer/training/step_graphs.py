@@ -99,8 +99,9 @@ class Steps:
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
         strategy.times_passes = possible
-        self._tried, self._reason = possible, None if possible else ""  # why steps are launched after all
-        self._anew = 0  # times that a step was recorded anew
+        self._tried = possible
+        self._reason: str | None = None  # why steps are launched after all
+        self._anew = self._recoveries = 0  # times that a step was recorded anew, and of the generators then
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
         self._one_device = len(set(strategy.world.drives)) == 1
         self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
@@ -230,9 +231,8 @@ class Steps:
     # Launched steps.
 
     def _launch(self, work: Callable[[], Made]) -> Made:
-        """Computed at once; before a recording, where it will be made."""
-        if self.recorder is None:
-            return work()
+        """Computed at once, where recordings are made."""
+        assert self.recorder is not None
         with self.recorder.aside():
             return work()
 
@@ -272,10 +272,11 @@ class Steps:
 
     def _launched_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         evidence, recorder = self._evidence, self.recorder
-        if evidence is None or recorder is None:
+        assert recorder is not None
+        if evidence is None:
             return self._launch(lambda: self.updater.step(loss, self.strategy, want_norm))
         evidence.reduced = evidence.gradients
-        if self.strategy.apart and self.strategy.world.size > 1:
+        if self.strategy.apart:
             evidence.reduced = copies([p.grad for p in self.updater.parameters])
         with recorder.aside(), recorder.rehearsal() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.command_line import result
-from tests.simulated.tape import CpuRecorder
+from tests.simulated.tape import CpuRecorder, same_draws
 from tests.training.graphed_runs import differences, train
 from trainer.devices.cuda_graphs import NotRecorded
 from trainer.errors import NotFiniteError, RecipeError
@@ -241,22 +241,6 @@ def only_once(self, tensor, into=None):
     return _copy(self, tensor, into)
 
 
-class SameDraws(Several):
-    """As a generator that no graph knows: each replay draws what the first one drew."""
-
-    def record(self, work, stream=None):
-        state = torch.get_rng_state()
-        replay, made = super().record(work)
-
-        def again():
-            after = torch.get_rng_state()
-            torch.set_rng_state(state)
-            replay()
-            torch.set_rng_state(after)
-
-        return again, made
-
-
 class CommitsAtOnce(Several):
     """Statistics are written while they are recorded."""
 
@@ -279,7 +263,7 @@ MUTANTS = {
     "a gradient of the micro-batch before": changed(of_the_former),
     "an edge that is not copied anew": [(Edge, "copy", only_once)],
     "targets that are not copied anew": [(RecordedActions, "replay", not_filled)],
-    "a generator that is not registered": SameDraws,
+    "a generator that is not registered": same_draws(Several),
     "statistics that are committed at once": CommitsAtOnce,
 }
 

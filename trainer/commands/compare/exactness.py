@@ -20,14 +20,8 @@ TIMES, MOST = 4.0, 1e-2
 # Where layers see other parts of a batch losses may differ much (batch norm over 4 digits: by 74 % within 20 steps),
 # and nothing is proved by it; but a mode that learns has not twice the loss.
 LOOSE = 2.0
-SAME_MATHS = {
-    "channels_last",
-    "compile",
-    "graphs",
-    "accumulate",
-    "sync_bn",
-    "deterministic",
-}  # keys that change no result
+# Keys that change no result.
+SAME_MATHS = {"channels_last", "compile", "graphs", "accumulate", "sync_bn", "deterministic"}
 
 
 @dataclass(frozen=True)

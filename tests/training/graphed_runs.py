@@ -162,6 +162,17 @@ class Drifts(Noisy):
         return super().forward(x) * self.factors[0]
 
 
+class Expanded(Noisy):
+    """A buffer whose numbers are one in memory, to which torch does not write."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.register_buffer("factors", torch.ones(1).expand(10))
+
+    def forward(self, x):
+        return super().forward(x) * self.factors
+
+
 class WaitsOnOne(Noisy):
     """One rank's decides on the host."""
 
@@ -172,6 +183,7 @@ class WaitsOnOne(Noisy):
 
 SEEN: list[torch.Size] = []
 for kind in (
+    Expanded,
     Anneals,
     AnnealsOn,
     Drifts,

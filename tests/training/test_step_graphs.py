@@ -39,6 +39,7 @@ CASES = {
     "all that changes images": f"augment.mixup=0.2 augment.cutmix=0.5 augment.erase=0.5 augment.crop=pad {SGD}",
     "unequal batches": f"{UNEVEN} batch_size=10 {SGD} ema=0.9",
     "unequal micro-batches": f"{UNEVEN} accumulate=3 batch_size=12 {SGD}",
+    "an odd buffer": f"model.name=expanded {SGD}",
     "patience": f"{SGD} stop.patience=1 epochs=4",
 }
 SLOW = {

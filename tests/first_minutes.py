@@ -44,7 +44,7 @@ INSIDE = "FIRST_MINUTES"  # a variable: this Python is the one that has all pack
 REPORT = ("proof.json", "proof.md", "proof.png", "kept.json")
 LARGEST = 15 * 2**20  # bytes of a file that is brought home
 LEAST, EVERY, GRACE, RUN = 5.0, 0.2, 10.0, 75.0  # seconds: worth a start; between looks; to end in; of a run at most
-SHARES = {"graphs": 5.0, "nccl": 1.3, "pipeline": 1.2, "tests": 2.0, "prove": 2.0}  # of the time
+SHARES = {"graphs": 4.0, "nccl": 0.5, "pipeline": 1.2, "tests": 3.0, "prove": 2.0}  # of the time
 CLOCKS = ("seconds", "samples_per_sec")  # columns of steps.csv that two equal runs differ in
 ALWAYS = "optimizer.lr=0.0001 precision=bf16 epochs=1 logging.progress=false"
 COMPARED = "deterministic=true ema=0.99 clip_grad_norm=5 epochs=2 logging.every_steps=3 logging.verdict=false"
@@ -78,6 +78,7 @@ class Net:
     words: str
     batch: int
     steps: int
+    exact: bool = True  # all its kernels have a deterministic way
 
     def run_of(self, steps: int, *more: str) -> list[str]:
         words = f"{self.words} batch_size={self.batch} data.name=synthetic data.samples={self.batch * steps} {ALWAYS}"
@@ -90,7 +91,13 @@ NETS = (
     Net("ResNet-50, 224 px, batch 32", f"{LARGE}resnet50", 32, 100),
     Net("ResNet-50, 224 px, batch 64", f"{LARGE}resnet50", 64, 60),
     Net("ResNet-50, 224 px, batch 256", f"{LARGE}resnet50", 256, 30),
-    Net("fast_cnn with Muon, 32 px, batch 128", "model.name=fast_cnn data.image_size=32 optimizer.name=muon", 128, 200),
+    Net(
+        "fast_cnn with Muon, 32 px, batch 128",
+        "model.name=fast_cnn data.image_size=32 optimizer.name=muon",
+        128,
+        200,
+        False,
+    ),
     Net("ViT-B/16, 224 px, batch 64", f"{LARGE}vit_b_16 optimizer.name=adamw", 64, 50),
 )
 TINY = (
@@ -164,7 +171,8 @@ def graphs(trip: Trip) -> Iterator[Job]:
     """Each network with and without graphs: side by side to compare, one after the other to time."""
     one = ["mode=single", f"devices=[{trip.device}]"]
     for net in trip.nets:
-        yield f"{net.title}, {trip.pair}", partial(compared, trip, net.run_of(12, *COMPARED.split(), *one))
+        if net.exact:
+            yield f"{net.title}, {trip.pair}", partial(compared, trip, net.run_of(12, *COMPARED.split(), *one))
         yield f"{net.title}, {trip.pair}", partial(timed, trip, net, *([*one, *flags] for flags in trip.flags))
 
 

@@ -310,23 +310,25 @@ def test_over_all_gpus(exact):
         same_as_whole(model, strategy, digits(device=drives[0]), 1e-4)
 
 
-class Heavy(nn.Module):
-    """Two halves of equal work, in kernels far longer than their launch and too small to fill a big GPU."""
+class Long(nn.Module):
+    """Two halves of equal work, in kernels far longer than their launch that use a block of threads a row."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(8192, 8192), nn.Linear(8192, 8192)
+        self.first, self.second = (nn.LayerNorm(2**20) for _ in range(2))
 
     def forward(self, x):
-        return self.second(self.first(x.flatten(1)))
+        return self.second(self.first(x.flatten(1)))[:, :10]
 
 
 @pytest.mark.gpu
 def test_stages_overlap_on_a_gpu(tmp_path):
     """In the profiler's kernels the second stage works, on a stream of its own, while the first one does."""
-    rows, count = 1024, 8
-    strategy = staged(Heavy(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 64, 128))
-    batch = Batch(torch.randn(rows, 1, 64, 128, device=CARD), torch.zeros(rows, dtype=torch.int64, device=CARD), rows)
+    rows, count = 64, 8
+    strategy = staged(Long(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 1024, 1024))
+    batch = Batch(
+        torch.randn(rows, 1, 1024, 1024, device=CARD), torch.zeros(rows, dtype=torch.int64, device=CARD), rows
+    )
     for _ in range(3):
         strategy.forward_backward(batch, 1 / rows)
     torch.cuda.synchronize()

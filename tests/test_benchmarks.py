@@ -11,7 +11,6 @@ from tests.command_line import PROJECT, environment
 
 FOLDER = PROJECT / "tests" / "benchmarks"
 COMMANDS = [
-    "averaging.py --workers 2 --every 5 --epochs 1 --seeds 1",
     "compare_verdicts.py --comparisons 1 --repeats 2 --steps 20 --batch 16",
     "fork_hang.py --rounds 1 --workers 1 --limit 5",
     "goodput.py --minutes 1 --each 0.4",

@@ -21,7 +21,7 @@ from tests import warm
 from tests.command_line import QUIET, environment, ok, suggested, told_to_type
 from tests.guide import shell
 from trainer import __main__ as cli
-from trainer.cli.known_keys import COMMANDS
+from trainer.cli.command_table import COMMANDS
 from trainer.errors import (
     LIBRARIES,
     CheckpointError,

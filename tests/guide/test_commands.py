@@ -25,7 +25,7 @@ from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
-from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS
+from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
@@ -34,7 +34,7 @@ from trainer.recipe.search_space import is_swept
 
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs
-WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
+WORDS = ("key", "section.key", "format", "yes", "minutes")  # of commands, and what stands for any
 FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
 QUICK = ("recipes", "guide", "completion", "version", "help", "submit")  # commands that are run at once
 
@@ -275,7 +275,7 @@ def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pyte
 def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
     for word in settings(page):
         key = word.partition("=")[0]
-        assert key in defaults() or key in WORDS or any(key in words for words in COMMAND_WORDS.values()), word
+        assert key in defaults() or key in WORDS or key in OWN_WORDS, word
         if key in defaults() and not is_swept(*word.split("=", 1)):
             load(None, word)
     sections = {key.partition(".")[0] for key in defaults() if "." in key}

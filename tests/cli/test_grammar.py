@@ -39,7 +39,7 @@ TAKEN = {
 SAID = {
     "recips": "recipes?",
     "resnet5": "recipe=resnet50?",
-    "rect": "train, compare, plan,",
+    "rect": "train, compare, sweep,",
     "digits": "recipe=digits?",
     "plan": "type python -m trainer plan recipe=digits",
     "export": "type python -m trainer export RUN format=onnx",

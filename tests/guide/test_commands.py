@@ -155,7 +155,6 @@ NOT_RUN = {
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",
         "torchrun --nproc_per_node=4 -m trainer recipe=resnet50 mode=pipeline",
         "torchrun --nproc_per_node=4 -m trainer recipe=resnet50",
-        "./launch.sh recipe=my.yaml",
         "./launch.sh recipe=resnet50 precision=bf16",
         "./launch.sh recipe=resnet50 batch_size=128 optimizer.lr_per=256",
         "./launch.sh recipe=resnet50 data.image_size=160",
@@ -369,8 +368,6 @@ def test_commands_run_as_typed(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [line for reason in PLANNED for line in NOT_RUN[reason] if "predict" not in line])
 def test_what_cannot_run_here_is_planned(text: str, tmp_path: Path) -> None:
     words, variables = shell.ours(shell.split(text)[0]) or ([], {})
-    if "recipe=my.yaml" in words:
-        (tmp_path / "my.yaml").write_text("extends: resnet50\n")
     count = int(variables.get("NPROC", 8 if "NNODES" in variables or "SLURM_STEP_ID" in variables else 1))
     nodes = int(variables.get("NNODES", variables.get("SLURM_STEP_NUM_NODES", 1)))
     more = [f"nproc={count * nodes}"] if count * nodes > 1 else []

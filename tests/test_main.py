@@ -21,7 +21,7 @@ from tests import warm
 from tests.command_line import QUIET, environment, ok, suggested, told_to_type
 from tests.guide import shell
 from trainer import __main__ as cli
-from trainer.cli.known_keys import COMMANDS
+from trainer.cli.command_table import COMMANDS
 from trainer.errors import (
     LIBRARIES,
     CheckpointError,
@@ -36,11 +36,6 @@ from trainer.processes import family
 from trainer.recipe import load, shipped_recipes
 
 ROOT = Path(__file__).parent.parent
-LATE = """
-import os, runpy, time
-time.sleep(os.environ["RANK"] == "0")
-runpy.run_module("trainer", None, "__main__")
-"""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE")
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
@@ -49,16 +44,7 @@ RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables, whatever runs these tests."""
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "TRAINER_COMMAND",
-        "NPROC",
-        "NNODES",
-        "SLURM_STEP_ID",
-        "TORCHELASTIC_ERROR_FILE",
-        family.PARENT,
-    ):
+    for name in (*LAUNCHERS, "TRAINER_COMMAND", family.PARENT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(family, "die_with_parent", lambda: None)
 
@@ -114,7 +100,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["train", "epochs"], "'epochs' key=value"),
         (["recipe=digts"], "recipe=digits?"),
         (["recipes", "digts"], "recipe=digits?"),
-        (["recipe=digits", "optimzer.lr=1"], "optimzer optimizer.lr=1"),
+        (["recipe=digits", "optimzer.lr=1"], "optimzer optimizer?"),
         (["recipe=digits", "recipe=mnist"], "recipe=digits recipe=mnist"),
         (["recipe="], "recipe= empty"),
         (["recipe=digits", "nproc=x"], "nproc=x"),
@@ -367,13 +353,7 @@ def test_several_ranks_are_started_with_the_same_words(
     [
         ("recipe=digits", "mode=single"),
         ("predict", "checkpoint=x"),
-        ("compare",),
-        ("sweep",),
-        ("plan", "recipe=digits"),
         ("runs",),
-        ("export", "x", "format=onnx"),
-        ("doctor",),
-        ("prove",),
     ],
 )
 def test_in_a_deleted_folder_every_command_says_so(
@@ -386,13 +366,6 @@ def test_in_a_deleted_folder_every_command_says_so(
     code, output, errors = outcome(capsys, *words)
     assert (code, output) == (3, "")
     assert re.fullmatch(r"trainer: error: .*folder .*deleted.* cd .*\n", errors)
-
-
-def test_started_in_a_deleted_folder(tmp_path: Path) -> None:
-    script = f"cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} -m trainer recipe=digits"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 3 and answer.stderr.startswith("trainer: error: the working folder ")
 
 
 def test_rejecting_imports_nothing_heavy() -> None:

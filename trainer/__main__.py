@@ -26,9 +26,9 @@ from trainer.processes.terminal import as_typed, name_installed_command, outlive
 
 try:
     from trainer import recipe
-    from trainer.cli import completion, guide
-    from trainer.cli.grammar import program, read
-    from trainer.cli.guide import version_line
+    from trainer.cli import guide
+    from trainer.cli.command_table import COMMANDS
+    from trainer.cli.grammar import read
     from trainer.launch import endings, launching, topology
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import exit_now, exit_python
@@ -41,10 +41,8 @@ except ModuleNotFoundError as fault:  # a library is missing, as after pip insta
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
 
-ALONE = ("evaluate", "predict", "compare", "sweep", "plan", "export", "cache", "prove", "submit")  # not under mpirun
-ROOMS = ("compare", "sweep", "plan", "predict", "export", "runs", "doctor", "prove", "submit")
-HOMES = {"cache": "trainer.data.cache.cache_command", **{name: f"trainer.commands.{name}" for name in ROOMS}}
-LAUNCH_WORDS = ("recipe", "nproc", "max_restarts", "plugin", "checkpoint")
+LAUNCH_WORDS = (*COMMANDS["train"].words, "checkpoint")
+AS_THEY_ARE = ("recipes", "guide")  # commands whose texts tell themselves how this program was started
 
 
 def main() -> None:
@@ -101,30 +99,24 @@ def run(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
         return show_help([word for word in words if word not in ("--help", "-h")])
     command, rest = read(words)
-    if command in ALONE:
+    if COMMANDS[command].alone:
         topology.check_alone(command, os.environ, command in ("evaluate", "predict"))
     if command == "train":
         return train(rest)
     if command == "evaluate":
         return evaluate(rest)
-    if command in HOMES:
-        home = import_module(HOMES[command])
-        if command != "doctor":
-            interrupts.raise_at_ctrl_c()
-        answer: int | str = home.command(rest)
-    elif command == "recipes":
-        answer = recipes_command.answer(rest, program())
-    elif command == "guide":
-        answer = guide.command(rest)
-    elif command == "completion":
-        answer = completion.command(rest)
-    elif command == "version":
-        answer = f"{version_line()}\n"
-    else:
+    if command == "version":
+        _show(f"{guide.version_line()}\n")
+        return 0
+    if command == "help":
         return show_help(rest)
+    home = import_module(COMMANDS[command].home)
+    if command != "doctor":
+        interrupts.raise_at_ctrl_c()
+    answer: int | str = home.command(rest)
     if isinstance(answer, int):
         return answer
-    _show(as_typed(answer) if command in HOMES else answer)
+    _show(answer if command in AS_THEY_ARE else as_typed(answer))
     return 0
 
 

@@ -15,10 +15,8 @@ import pytest
 
 from tests.command_line import BARE, PROJECT, WHOLE, ok, suggested, trainer
 from tests.guide import shell
-from trainer.cli.dialects.other_values import OTHER_VALUES
-from trainer.cli.grammar import read
+from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.cli.guide import topics
-from trainer.cli.known_keys import COMMANDS, EVERY_WORD, WANTS
 from trainer.errors import RecipeError, TrainerError
 from trainer.recipe import MODES, load
 from trainer.recipe.key_reference import shown_keys
@@ -36,7 +34,7 @@ OTHERS = {
     "of other programs": "size iommu sep timeout device",
     "what stands for any": "key w m object_type",
 }
-WORDS = {*defaults(), *sections(), *EVERY_WORD, *" ".join(OTHERS.values()).split()}
+WORDS = {*defaults(), *sections(), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
 WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
 # A key may want another beside it.
 BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]
@@ -141,28 +139,6 @@ def test_a_hint_that_does_not_work_is_found(text: str) -> None:
     assert [*faults(text)] and not [*faults(text.replace(text, "use precision=bf16, or mode=ddp nproc=2"))]
 
 
-# A command line that is answered by another one, and what that one has to print.
-ANSWERED = {
-    "submit slurm recipe=digits nnodes=2 nproc=2 time=01:00:00 cpus=8": "--nodes=2",
-    "submit slurm recipe=digits nproc=2 --time-limit 01:00:00 cpus=8": "--time=01:00:00",
-    "submit slurm recipe=digits nproc=2 time=01:00:00 --cpus-per-task 3": "--cpus-per-task=3",
-    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 --mem 16GiB": "#SBATCH --mem=",
-    "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 node_rank=1": "#SBATCH",
-    "submit kubernetes recipe=digits num_nodes=2 nproc=2 cpus=8 memory=16GiB image=I claim=C": "completions: 2",
-    "recipe=digits --list-models": "digits",
-    "plan recipe=digits mode=single --arch mlp": "mlp",
-}
-
-
-@pytest.mark.parametrize("typed", ANSWERED)
-def test_the_command_of_an_answer_does_what_was_asked_for(typed: str, tmp_path: Path) -> None:
-    done = trainer(*shlex.split(typed), cwd=tmp_path)
-    assert done.returncode == 2, done.stdout
-    told = re.findall(r"type (.*python -m trainer .*)|did you mean (.*)[?]", done.stderr)
-    variables, _, words = "".join(told[0]).rpartition("python -m trainer ")
-    assert ANSWERED[typed] in ok(*shlex.split(words), cwd=tmp_path).stdout and not variables
-
-
 # Trainings that are refused, each with the word to type instead.
 TINY = ["recipe=digits", "model.name=mlp", "epochs=1", "max_steps=1", "schedule.warmup_epochs=0", *WHOLE, *BARE]
 REFUSED = [
@@ -185,18 +161,3 @@ def test_the_word_of_a_refusal_trains(words: list[str], tmp_path: Path) -> None:
     assert done.returncode in (2, 8), done.stdout
     first, *_ = [*suggested(done.stderr), *re.findall("with (resume=auto)", done.stderr)]
     ok(*(given | {first.partition("=")[0]: first}).values(), cwd=tmp_path)
-
-
-VARIABLES = [name for name, row in OTHER_VALUES.items() if row.get("*", "").partition("=")[0].isupper()]
-
-
-@pytest.mark.parametrize("command", ["train", "plan", "compare", "sweep", "submit"])
-def test_only_a_training_is_told_its_nodes_by_variables(command: str) -> None:
-    assert {"nnodes", "node_rank", "master_addr", "master_port"} <= {*VARIABLES}
-    for name in {*VARIABLES} - ({"nodes"} if command == "submit" else set()):
-        with pytest.raises(RecipeError) as caught:
-            read([command, *WANTS[command], f"{name}=2"])
-        told = str(caught.value).rpartition(" type ")[2]
-        assert told.startswith("python ") or command == "train"
-        if command != "train" or name == "nnodes":
-            shell.check(told)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.command_line import PROJECT
+from trainer.cli.command_table import COMMANDS
 from trainer.cli.grammar import read
-from trainer.cli.known_keys import COMMANDS
 from trainer.commands.compare import entries
 from trainer.commands.export import SUFFIXES
 from trainer.commands.plan import OWN as PLAN

@@ -25,7 +25,7 @@ from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
 from trainer import __main__ as cli
-from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS
+from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
@@ -34,7 +34,7 @@ from trainer.recipe.search_space import is_swept
 
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs
-WORDS = ("key", "section.key", "format", "yes", "extends", "plugin", "minutes")  # of commands, and what stands for any
+WORDS = ("key", "section.key", "format", "yes", "minutes")  # of commands, and what stands for any
 FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
 QUICK = ("recipes", "guide", "completion", "version", "help", "submit")  # commands that are run at once
 
@@ -155,7 +155,6 @@ NOT_RUN = {
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu max_steps=300",
         "torchrun --nproc_per_node=4 -m trainer recipe=resnet50 mode=pipeline",
         "torchrun --nproc_per_node=4 -m trainer recipe=resnet50",
-        "./launch.sh recipe=my.yaml",
         "./launch.sh recipe=resnet50 precision=bf16",
         "./launch.sh recipe=resnet50 batch_size=128 optimizer.lr_per=256",
         "./launch.sh recipe=resnet50 data.image_size=160",
@@ -275,7 +274,7 @@ def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pyte
 def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
     for word in settings(page):
         key = word.partition("=")[0]
-        assert key in defaults() or key in WORDS or any(key in words for words in COMMAND_WORDS.values()), word
+        assert key in defaults() or key in WORDS or key in OWN_WORDS, word
         if key in defaults() and not is_swept(*word.split("=", 1)):
             load(None, word)
     sections = {key.partition(".")[0] for key in defaults() if "." in key}
@@ -369,8 +368,6 @@ def test_commands_run_as_typed(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [line for reason in PLANNED for line in NOT_RUN[reason] if "predict" not in line])
 def test_what_cannot_run_here_is_planned(text: str, tmp_path: Path) -> None:
     words, variables = shell.ours(shell.split(text)[0]) or ([], {})
-    if "recipe=my.yaml" in words:
-        (tmp_path / "my.yaml").write_text("extends: resnet50\n")
     count = int(variables.get("NPROC", 8 if "NNODES" in variables or "SLURM_STEP_ID" in variables else 1))
     nodes = int(variables.get("NNODES", variables.get("SLURM_STEP_NUM_NODES", 1)))
     more = [f"nproc={count * nodes}"] if count * nodes > 1 else []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import PROJECT
-from trainer.cli.known_keys import COMMANDS
+from trainer.cli.command_table import COMMANDS
 
 WORKERS = min(len(os.sched_getaffinity(0)) + 2, 8)  # tests at once
 # `uv venv` makes an environment whose python records its words; both commands are written down.

@@ -75,8 +75,6 @@ WRONG = {
     "extends: digits\nbatch_size: 97\naccumulate: 2\n": ("mine batch_size=97 accumulate=2", ""),
     "optimizer: {extends: digits}\n": ("mine optimizer.extends", ""),
     "extend: digits\n": ("mine extend extends?", ""),
-    "_base_: digits\n": ("mine _base_ extends?", ""),
-    "defaults: [digits]\n": ("mine defaults extends?", ""),
 }
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from tests.command_line import PROJECT, ok, trainer
 from tests.pages import REFERENCE, made
-from trainer.cli.known_keys import COMMANDS
+from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, load
 from trainer.recipe.key_reference import Key, keys, sections, shown_keys

@@ -54,7 +54,7 @@ def test_a_wrong_value_is_told_with_its_line_also_in_a_file_that_another_extends
         ("seed: 1\nepochs: '3'\n", 2, "epochs=3 integer quotes"),
         ("compile: 'no'\n", 1, "compile=no true false"),
         ("seed: 1\nmax_steps: 1e4\n", 2, "max_steps=10000.0 integer null 10000"),
-        ("optimizer:\n  lr: 0,1\n", 2, "optimizer.lr=0,1 number 0.1"),
+        ("optimizer:\n  lr: 0,1\n", 2, "optimizer.lr=0,1 number"),
         ("seed: 1\n\nbatchsize: 3\n", 3, "batchsize batch_size?"),
         ("model:\n  nam: cnn\n", 2, "model.nam model.name?"),
         ("optimizer: &o\n  lr: abc\n", 2, "optimizer.lr=abc number"),

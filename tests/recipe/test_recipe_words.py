@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.cli.known_keys import COMMANDS
+from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, shipped_recipes
 from trainer.recipe.recipe_files import split_words

@@ -1,4 +1,4 @@
-"""The command line: its words, corrections of mistakes, help pages, completion.
+"""The command line: its commands, words, help pages and completion.
 
 No torch in this room, so that a typo is answered at once.
 Imports: errors, recipe, processes.

@@ -1,25 +1,24 @@
-"""`python -m trainer completion bash|zsh`: a script that completes what can stand at the cursor, at the Tab key.
+"""`python -m trainer completion bash|zsh`: a script that completes commands, keys and recipes at the Tab key.
 
-Commands, recipes, keys, values and topics are lists in the script, and runs are folders that the shell sees, so that no
-Python starts at a Tab. The shells' code lies beside this file; both share `completion.sh`.
+They are lists in the script, so that no Python starts at a Tab; files and folders come from the shell itself. The
+shells' code lies beside this file; both share `completion.sh`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.cli.command_table import COMMANDS
 from trainer.cli.grammar import program
 from trainer.cli.guide import topics
-from trainer.cli.known_keys import COMMAND_WORDS, COMMANDS, EXPORTS, FOLDERS
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
 from trainer.recipe.checks import refused_schedules
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS, torchvision_classifiers
-from trainer.recipe.reflection import choices, defaults, sections
+from trainer.recipe.reflection import choices, defaults
 
 SHELLS = ("bash", "zsh")
-OTHER_FOLDERS = [key for key in FOLDERS if key not in ("recipe", "checkpoint", "model.init_from", "measured")]
 
 
 def command(words: Sequence[str]) -> int:
@@ -33,19 +32,20 @@ def command(words: Sequence[str]) -> int:
 
 def script(shell: str) -> str:
     """The script for bash or zsh, which completes what this version knows."""
+    keys = [f"{key}=" for key in defaults()]
+    words = {name: [f"{word}=" for word in command.words] for name, command in COMMANDS.items() if command.words}
     marks = {
         "COMMANDS": COMMANDS,
         "RECIPES": shipped_recipes(),
-        "KEYS": [f"{key}=" for key in defaults()],
-        "VALUES": [f"{key}={value}" for key, allowed in _values().items() for value in allowed],
-        "SECTIONS": [*sections(), *defaults()],
+        "KEYS": keys,
+        "VALUES": _values(),
         "TOPICS": topics(),
         "SHELLS": SHELLS,
+        "OWN": [f"{name}) _trainer_match {' '.join(own)} $_trainer_keys ;;" for name, own in words.items()],
     }
-    text = _code("sh").removesuffix("\n").replace("@OWN@", "\n".join(_commands()))
-    for mark, words in marks.items():
-        text = text.replace(f"@{mark}@", " ".join(words))
-    text = text.replace("@FOLDERS@", " | ".join(OTHER_FOLDERS))
+    text = _code("sh").removesuffix("\n")
+    for mark, found in marks.items():
+        text = text.replace(f"@{mark}@", ("\n        " if mark == "OWN" else " ").join(found))
     return _code(shell).replace("@FOUND@", text).replace("@PROGRAM@", program())
 
 
@@ -53,26 +53,11 @@ def _code(shell: str) -> str:
     return Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
 
 
-def _commands() -> list[str]:
-    """The branches of those commands that take keys: words of their own, and the recipe's."""
-    return [
-        f'        {name}) _trainer_match "$word" {" ".join(f"{word}=" for word in words)} $_trainer_keys ;;'
-        for name, words in COMMAND_WORDS.items()
-    ]
-
-
-def _values() -> Mapping[str, Sequence[str]]:
-    """What can be typed for a key, where there is a list of it."""
-    known = choices()
-    refused = refused_schedules()
-    return {
-        **known,
-        "pipeline.schedule": [name for name in known["pipeline.schedule"] if name not in refused],
-        "model.name": [*SMALL_MODELS, *torchvision_classifiers()],
-        "data.name": DATASETS,
-        "task.name": TASKS,
-        "measured": ("here",),
-        "format": EXPORTS,
-        "kind": ("job", "trainjob"),
-        "yes": ("true", "false"),
-    }
+def _values() -> list[str]:
+    """key=value for what can be typed, where there is a list of it."""
+    known = {key: [value for value in allowed if key != "pipeline.schedule" or value not in refused_schedules()]
+             for key, allowed in choices().items()}  # fmt: skip
+    models = [*SMALL_MODELS, *torchvision_classifiers()]
+    known |= {"model.name": models, "data.name": [*DATASETS], "task.name": [*TASKS]}
+    known |= {"recipe": [*shipped_recipes()]}
+    return [f"{key}={value}" for key, allowed in known.items() for value in allowed]

@@ -1,14 +1,13 @@
-"""The words of `predict` without =: photos, folders of them, and at most one run, in any order."""
+"""The words of `predict` without a key: photos, folders of them, and at most one run, in any order."""
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from trainer.cli.dialects.meaning import CommandLine, Meaning, holds_runs
-from trainer.cli.known_keys import COMMAND_WORDS, is_name
-from trainer.cli.spelling import Word
+from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import misspelt
@@ -19,61 +18,53 @@ WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 PHOTOS = (".jpg", ".jpeg", ".webp", ".heic", ".bmp", ".tif", ".tiff")  # as no run folder holds them
 
 
-def sorted_out(words: Sequence[Word]) -> list[Word]:
-    """The words with the run among them as `checkpoint=`, and with every path that is there as one word without a key.
+def sorted_out(words: Sequence[str]) -> list[str]:
+    """The words with the run among them as `checkpoint=`, and with paths that hold a "=" so that they are no key.
 
     Raises:
-        RecipeError: a word means two things, or two are runs.
+        RecipeError: a word means two things or nothing, or two are runs.
     """
-    words = [_sorted_out(word) for word in words]
-    runs = list(dict.fromkeys(word.value for word in words if word.key == "checkpoint"))
+    taken = [_sorted_out(word) for word in words]
+    runs = list(dict.fromkeys(word.partition("=")[2] for word in taken if word.startswith("checkpoint=")))
     if len(runs) > 1:
         raise RecipeError(f"{runs[0]} and {runs[1]} are both runs: type one of them, as in predict {runs[0]} photo.jpg")
-    return words
+    return taken
 
 
-def _sorted_out(word: Word) -> Word:
-    typed, path = word.typed, os.path.expanduser(word.typed)
-    ours = word.key in defaults() or word.key in COMMAND_WORDS["predict"]
-    if ours or (is_name(word.key) and not os.path.lexists(path)):
+def _sorted_out(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    path = os.path.expanduser(word)
+    there = os.path.lexists(path)
+    ours = key in defaults() or key in COMMANDS["predict"].words
+    if word.startswith("-") or (equals and (ours or (not there and os.sep not in key))):
         return word
-    below = os.path.join(HOME, typed)
+    below = os.path.join(HOME, word)
     is_run, is_run_below = _is_run(path), _is_run(below)
     if is_run and os.path.isdir(path) and any(name.lower().endswith(PHOTOS) for name in os.listdir(path)):
         raise RecipeError(
-            f"'{typed}' is a run and has photos: type checkpoint={typed} for the run, data.root={typed} for the photos"
+            f"'{word}' is a run and has photos: type checkpoint={word} for the run, data.root={word} for the photos"
         )
-    if is_run_below and os.path.exists(path) and not is_run:
-        raise RecipeError(f"'{typed}' is here, and {below} is a run: type ./{typed} for the first, {below} for the run")
+    if is_run_below and there and not is_run:
+        raise RecipeError(f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the run")
     if is_run or is_run_below:
-        return Word(typed, "checkpoint", typed)
-    if os.path.lexists(path):
-        return Word(os.path.join(".", typed) if "=" in typed.split(os.sep)[0] else typed)
-    return word
+        return f"checkpoint={word}"
+    if not there:
+        raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name{_hint(word)}")
+    run = next(glob.iglob(os.path.join(glob.escape(path), "*", "recipe.yaml")), None)
+    if run is not None:
+        raise RecipeError(f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg")
+    return os.path.join(".", word) if "=" in word.split(os.sep)[0] else word
 
 
-def is_photos(word: Word) -> bool:
-    """Whether a word names photos that are there, or - for paths from standard input."""
-    path = os.path.expanduser(word.typed)
-    return not word.key and (word.typed == "-" or (os.path.lexists(path) and not holds_runs(path)))
-
-
-def what_is_meant(typed: str, line: CommandLine) -> Meaning:
-    """What to type for a word that is no photo, folder or run."""
-    folder, name = os.path.split(typed)
-    paths: list[str] = []
-    with suppress(OSError):
-        paths = [os.path.join(folder, other) for other in os.listdir(os.path.expanduser(folder) or ".")]
-    stems = {os.path.splitext(os.path.basename(path))[0]: path for path in paths}
-    near = misspelt(os.path.splitext(name)[0], stems)
-    if near is not None:
-        return Meaning((stems[near],))
-    runs = os.listdir(HOME) if os.path.isdir(HOME) and "checkpoint" not in line.values else []
-    guess = misspelt(name, runs)
-    if guess is not None:
-        return Meaning((os.path.join(HOME, guess),))
-    key = misspelt(name, defaults())
-    return Meaning((), "no photo, folder or run of that name" + (f"; did you mean {key}=?" if key else ""))
+def _hint(word: str) -> str:
+    """The name nearest to that of a path that is not there, beside it or among the runs."""
+    folder, name = os.path.split(word)
+    for home in (folder, HOME):
+        with suppress(OSError):
+            near = misspelt(name, os.listdir(os.path.expanduser(home) or "."))
+            if near is not None:
+                return f"; did you mean {os.path.join(home, near)}?"
+    return ""
 
 
 def _is_run(path: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.recipe.near_names import advice_on
+from trainer.recipe.other_names import advice_on
 from trainer.recipe.text import flatten, misspelt, nearest, shown
 
 # pydantic's types of error, as the words that follow "key=value must be".
@@ -29,18 +29,13 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-INHERITING = {"_base_", "base", "defaults", "include", "includes", "inherit", "inherits", "parent", "template"}
-INHERITING |= {"recipe"}  # as it is called on the command line
 WORDS = ("nproc", "max_restarts", "plugin")  # of the command line, which belong to no recipe
 
 
-def explain_invalid(
-    error: ValidationError, defaults: Mapping[str, Any], comments: Mapping[str, str], top: Iterable[str]
-) -> tuple[str, str]:
+def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
     """The first of pydantic's errors: its dotted key, and one line that says what to type.
 
-    `defaults` are all keys, dotted, with their defaults, and `comments` with what is said of them; `top` are the keys
-    and sections of the highest level.
+    `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
     """
     findings = error.errors(include_url=False)
     key = _key(findings[0], defaults)
@@ -52,7 +47,7 @@ def explain_invalid(
         choices = ", ".join([*_choices(best), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
         return key, f"{key}={shown(best['input'])} must be {choices}"
     key = _key(best, defaults)
-    return key, _line(best, key, defaults, comments, [*top])
+    return key, _line(best, key, defaults, [*top])
 
 
 def _key(finding: ErrorDetails, defaults: Mapping[str, Any]) -> str:
@@ -77,22 +72,21 @@ def _choices(finding: ErrorDetails) -> list[str]:
     return [word for word in re.findall(r"\w+", finding["ctx"]["expected"]) if word != "or"]
 
 
-def _line(
-    first: ErrorDetails, key: str, defaults: Mapping[str, Any], comments: Mapping[str, str], top: Sequence[str]
-) -> str:
+def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Sequence[str]) -> str:
     kind = first["type"]
     if kind == "extra_forbidden":
-        if key in INHERITING:
+        if key == "recipe":  # as it is called on the command line
             return f"{key} is not a key; did you mean extends?"
         if key in WORDS:
             word = f"{key}={shown(first['input'])}"
             return f"{key} is not a key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
-        if (instead := _as_written(key, first["input"], defaults)) is not None:
-            return f"{key} is not a key; write {instead}"
+        if key in defaults:  # a file writes its section
+            section, _, last = key.rpartition(".")
+            return f"{key} is not a key; write {section}: {{{last}: {shown(first['input'])}}}"
         inner = next(iter(flatten({key: first["input"]})), key)  # a misspelt section is recognised by what it holds
-        section = misspelt(key, top)
-        name = key if section and f"{section}{inner.removeprefix(key)}" in defaults else inner
-        return f"{name} is not a key; {advice_on(name, comments, top)}"
+        meant = misspelt(key, top)
+        name = key if meant and f"{meant}{inner.removeprefix(key)}" in defaults else inner
+        return f"{name} is not a key; {advice_on(name, [*defaults, *top])}"
     value = first["input"]
     typed = f"{key}={shown(value)}"
     if isinstance(value, Mapping) and value and key in defaults:
@@ -115,19 +109,8 @@ def _line(
         message += ", or null"
     if kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
         message += "; leave the quotes out"
-    elif kind == "float_type" and re.fullmatch(r"\d+,\d+", str(value)):
-        message += f"; write {str(value).replace(',', '.')}"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float) and value.is_integer()):
         message += f"; write {value:.0f}" if value == int(value) else ""
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'"
     return f"{typed} must be {message}"
-
-
-def _as_written(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
-    """The line of a file for a name that holds its value or its section; None for other names."""
-    key, sign, rest = re.split(r"([=:])", name, maxsplit=1) if re.search("[=:]", name) else (name, "", shown(value))
-    if key not in defaults or not (sign or "." in key):
-        return None
-    section, dot, last = key.strip().rpartition(".")
-    return f"{section}: {{{last}: {rest.strip()}}}" if dot else f"{key}: {rest.strip()}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
-from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.other_names import OTHER_NAMES
 from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
 from trainer.recipe.reflection import READERS, defaults, unread
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
@@ -109,7 +109,7 @@ def shown_keys(word: str | None = None) -> str:
     chosen = [key for key in keys().values() if word is None or word in _names(key)]
     if not chosen:
         known = [each for key in keys().values() for each in (key.name, *_names(key)[2:])]
-        guess = OTHER_KEYS.get(str(word).replace("-", "_")) or nearest(str(word), known)
+        guess = OTHER_NAMES.get(str(word).replace("-", "_"), "").partition("=")[0] or nearest(str(word), known)
         hint = f"did you mean {guess}? " if guess else ""
         raise RecipeError(f"recipes keys {word}: no key and no section; {hint}recipes keys shows all")
     names, defaults = max(len(key.name) for key in chosen), max(len(key.default) for key in chosen)

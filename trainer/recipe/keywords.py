@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
-from trainer.recipe.other_names import OTHER_KEYS
+from trainer.recipe.other_names import OTHER_NAMES
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import nearest
 
 # What programs hand to other trainers, with where it goes here.
 OBJECTS = {
-    "data=(train_set, val_set)": "train train_set trainset train_data train_dataset train_loader trainloader "
-    "train_dataloader train_dataloaders dataset datasets loader loaders dataloader dataloaders val val_set valset "
-    "val_data val_dataset val_loader valid_set valid_loader validation_data eval_dataset test_set test_loader x y",
-    "model=net": "net network module backbone",
-    "on_epoch=function": "callback callbacks on_epoch_end hook hooks",
-    "on_step=function": "on_batch on_batch_end on_step_end on_train_batch_end",
-    "task.name=NAME of a trainer.register_task": "criterion loss_fn loss_function metrics compute_metrics",
-    "optimizer__name='adamw', optimizer__lr=0.001": "optim optimizers opt",
+    "data=(train_set, val_set)": "train_set val_set train_loader val_loader dataset",
+    "model=net": "net",
+    "on_epoch=function": "callbacks",
 }
 ARGUMENTS = ("model", "data", "on_epoch", "on_step")
 INSTEAD = {name: instead for instead, names in OBJECTS.items() for name in names.split()}
@@ -76,7 +71,7 @@ def _plain(value: Any, key: str) -> Any:
     section: str | None = next((inner for inner in known if inner.startswith(f"{key}.")), None)
     if section is None and key not in known:
         guess = INSTEAD.get(key.lower()) or nearest(key, ARGUMENTS)
-        guess = guess or (OTHER_KEYS.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
+        guess = guess or (OTHER_NAMES.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
         raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"
     raise RecipeError(f"{key}={name} is not a value for a recipe: {instead}")

@@ -426,12 +426,6 @@ class Recipe(_Section):
 
 
 @functools.cache
-def comments() -> dict[str, str]:
-    """All keys, dotted, with their comments and what can be chosen."""
-    choices = {key: re.findall(r"'(\w+)'", str(field.annotation)) for key, field in key_fields()}
-    return {key: " ".join([field.description or "", *choices[key]]) for key, field in key_fields()}
-
-
 def key_fields(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """All keys of a recipe, or of a section of it, dotted, with their fields."""
     for name, field in model.model_fields.items():
@@ -449,7 +443,7 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
     try:
         recipe = Recipe.model_validate(plain)
     except ValidationError as error:
-        key, line = explain_invalid(error, flatten(Recipe().to_dict()), comments(), [*Recipe.model_fields, EXTENDS])
+        key, line = explain_invalid(error, flatten(Recipe().to_dict()), [*Recipe.model_fields, EXTENDS])
         sources, key = origins or {}, key.partition("[")[0]
         source = sources.get(key) or next((sources[inner] for inner in sources if inner.startswith(f"{key}.")), name)
         raise RecipeError(f"{name}: {line}" + (f" (in {source})" if source != name else "")) from None

@@ -177,19 +177,6 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "listed",
-    [
-        pytest.param("[tar/train-000.tar,tar/train-001.tar]", marks=pytest.mark.full),
-        "[tar/train-000.tar, tar/val-000.tar]",
-    ],
-)
-def test_a_list_of_shards_is_typed_in_brackets(sets, listed, tmp_path):
-    words = ["data.name=shards", f"data.root={listed}", *WORDS, "max_steps=1", f"output={tmp_path / 'run'}"]
-    ok(*words, cwd=sets, env={"TRAINER_DATA": str(sets / "kept")})
-    assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.parametrize(
     ("words", "told"),
     [
         (

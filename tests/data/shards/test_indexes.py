@@ -38,7 +38,7 @@ def test_it_is_kept_as_it_is(shard, kept):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
-    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.others == {".txt": 1}
+    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.left == {".txt": 1}
     assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
 
 

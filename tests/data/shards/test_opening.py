@@ -28,7 +28,7 @@ def test_parts_by_the_names_of_shards(tmp_path):
     assert "val" in found.split and found.split_table is None
     assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
     assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
-    only = opened(tmp_path / "pets-train-{000000..000002}.tar")
+    only = opened(tmp_path / "pets-train-*.tar")
     assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
 
 
@@ -112,9 +112,6 @@ def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     [
         (None, "", ("0", "1", "2", "3")),
         ("classes.txt", "a\n\nb\nc\nd\ne\n", tuple("abcde")),
-        ("classes.json", '["a", "b", "c", "d"]', tuple("abcd")),
-        ("classes.json", '{"0": "a", "1": "b", "2": "c", "3": "d"}', tuple("abcd")),
-        ("classes.json", '{"b": 1, "a": 0, "c": 2, "d": 3}', tuple("abcd")),
     ],
 )
 def test_classes_that_are_numbers(tmp_path, name, text, wanted):
@@ -131,9 +128,7 @@ def test_classes_that_are_numbers(tmp_path, name, text, wanted):
     ("name", "text", "told"),
     [
         ("classes.txt", "a\nb\n", r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"),
-        ("classes.json", "{", "classes.json cannot be used"),
-        ("classes.json", '{"0": "a", "7": "b"}', "classes.json cannot be used"),
-        ("classes.json", "[1, 2]", "classes.json cannot be used"),
+        ("classes.json", "[]", "classes.json is not read: .*classes.txt"),
     ],
 )
 def test_lists_of_names_that_do_not_fit(tmp_path, name, text, told):
@@ -190,11 +185,6 @@ def test_a_class_that_nothing_trains(tmp_path):
     tarred(tmp_path / "val-0.tar", in_folders({"eel": 1}))
     with pytest.raises(SetupError, match="'eel'"):
         opened(tmp_path)
-
-
-def test_a_class_far_too_high(tmp_path):
-    with pytest.raises(SetupError, match="9" * 20):
-        opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"9" * 20), *with_classes([1])]))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LABELS = [n % 2 for n in range(25)]
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    shards.GROUPS.__init__()
+    shards._GROUPS.clear()
     shards.opened.cache_clear()
 
 
@@ -186,7 +186,7 @@ def test_a_shard_that_was_exchanged(tmp_path):
     path = parquet(tmp_path / "a.parquet", IMAGES, LABELS)
     source = opened(path).train
     os.utime(path, ns=(1, 1))
-    shards.GROUPS.__init__()
+    shards._GROUPS.clear()
     shards.opened.cache_clear()
     with pytest.raises(OSError, match=r"a\.parquet.* changed"):
         source.open(0, 3)

@@ -181,7 +181,7 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
     [
         (
             ["data.root=/x/a-0.tar", "data.root=/x/a-1.tar"],
-            "your shell expanded {...} into them; quote it: data.root='...'",
+            "your shell expanded it into them: quote a pattern, as data.root='...*.tar'",
         ),
         (["data.root=*.tar"], "data.root=*.tar names no shards"),
         (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),

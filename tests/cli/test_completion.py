@@ -133,7 +133,7 @@ TABLE: list[tuple[str, set[str]]] = [
     ("trainer recipes new my.yaml extends=digits epo", {"epochs="}),
     ("trainer recipes keys schedule.na", {"schedule.name"}),
     ("trainer recipes digits epo", {"epochs="}),
-    ("trainer cache ", {"build", "verify", "delete", "data.cache_dir="}),
+    ("trainer cache ", {"build", "delete", "data.cache_dir="}),
     ("trainer cache build rec", {"recipe="}),
     ("trainer cache delete p", {"pets-1a2b"}),
     ("trainer submit slu", {"slurm"}),

@@ -152,9 +152,9 @@ _trainer_found() {
         prove) _trainer_match "$word" minutes= devices= output= ;;
         cache)
             case $task in
-                "") _trainer_match "$word" build verify delete data.cache_dir= ;;
+                "") _trainer_match "$word" build delete data.cache_dir= ;;
                 build) _trainer_match "$word" recipe= $_trainer_keys ;;
-                verify | delete)
+                delete)
                     _trainer_match "$word" $(_trainer_caches) data.cache_dir=
                     if [ $task = delete ]; then _trainer_match "$word" yes=; fi
                     ;;

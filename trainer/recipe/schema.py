@@ -111,12 +111,12 @@ class DataRecipe(_Section):
         None, "black and white in images of over 8 bits; null: [0, 65535], for floating point [0, 1]", [0, 4095]
     )
     balance: bool = key(False, "draw all classes equally often, however many images each has")
-    workers: Workers | Literal["auto"] | None = key(
-        None, "processes per rank that read photos; auto: as needed; null: one per core, 0 if all is soon read"
+    workers: Workers | None = key(
+        None, "processes per rank that read photos; null: one per core, 0 if all is soon read"
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")
-    cache: Cache = key("off", "keep small, decoded copies of photos; auto: if there is room", "disk")
+    cache: Cache = key("off", "keep small, decoded copies of photos", "disk")
     cache_format: Literal["raw", "jpeg"] | None = key(
         None, "raw is fastest, jpeg takes a tenth of the bytes; null: raw", "jpeg"
     )

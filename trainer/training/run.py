@@ -25,8 +25,6 @@ from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import replayed
 from trainer.training.step_graphs import Steps
 
-WORKERS = "workers"  # what is known of the number that reads photos
-
 
 @dataclass
 class History:

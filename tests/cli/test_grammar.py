@@ -185,7 +185,6 @@ TOLD = {
     "optimizer.name=adam betas=0.9,0.999": "optimizer.name=adam 'optimizer.betas=[0.9,0.999]'",
     "recipe=digits 'data.mean=(0.5, 0.5, 0.5)'": "recipe=digits 'data.mean=[0.5,0.5,0.5]'",
     "recipe=digits data.std=[0.5 0.5 0.5]": "recipe=digits 'data.std=[0.5,0.5,0.5]'",
-    "recipe=digits workers=4": "recipe=digits data.workers=4",
     "recipe=digits max_steps=-1": "recipe=digits max_steps=null",
     "recipe=digits clip_grad=0": "recipe=digits clip_grad_norm=null",
     "recipe=digits optimizer.norm_weight_decay=false": "recipe=digits optimizer.norm_weight_decay=0",

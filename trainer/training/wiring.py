@@ -139,7 +139,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         state = resuming.newest(tracker, world, recipe)
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
-    samples, resized = identified(world, data, state)
+    samples = identified(world, data, state)
     before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
     reasons |= _changes(before, recipe, "by the cache")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
@@ -149,7 +149,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
-    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, resized, speed_only)
+    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
 
 
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:

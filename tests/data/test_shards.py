@@ -92,17 +92,6 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wds"])
-def test_the_cache_of_shards_is_that_of_folders(sets, kind, tmp_path):
-    for one in (kind, "folders"):
-        done = trained(sets, one, tmp_path / one, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
-        assert "cache: 51 photos to" in done.stdout
-    same(tmp_path / kind, tmp_path / "folders")
-    again = trained(sets, kind, tmp_path / "again", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
-    assert ", whole" in again.stdout
-
-
-@pytest.mark.slow
 def test_on_two_ranks_and_resumed(sets, tmp_path):
     """Killed and continued is not killed; two ranks hold their files against each other."""
     words = ["nproc=2", "save.every_steps=3"]

@@ -1,6 +1,5 @@
 """Training from the cache is training from the photos: the same order, crops, flips and, stored whole, pixels."""
 
-import random
 import shutil
 from contextlib import ExitStack
 
@@ -161,36 +160,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(photos):
     done = trainer(*words_for(photos, "data.cache=disk", f"output={photos.parent / 'run'}"))
     assert done.returncode == 3 and "data.cache_dir=" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_any_damage_at_all(photos, full):
-    """Flips, cuts, growth and exchanged blocks: what is read is what was stored, or it is read from the photo."""
-    data = opened(photos, "data.image_size=44")
-    recipe = load(None, *words_for(photos, "data.cache=disk", "data.cache_size=30"))
-    drawn = random.Random(0)
-    with ExitStack() as closing:
-        after, _ = cached(data, recipe, locate(recipe), print, closing)
-    right = [after.train.read(index, 3)[0] for index in range(len(after.train))]
-    block = max(blocks_of(photos.parent / "cache"), key=lambda path: path.stat().st_size)
-    whole = block.read_bytes()
-    for _ in range(1000 if full else 30):
-        broken = bytearray(whole)
-        kind = drawn.choice(["flip", "cut", "grow", "zero", "swap"])
-        at = drawn.randrange(len(whole))
-        if kind == "flip":
-            broken[at] ^= 1 << drawn.randrange(8)
-        elif kind == "cut":
-            del broken[at:]
-        elif kind == "grow":
-            broken[at:at] = drawn.randbytes(drawn.randrange(1, 50))
-        elif kind == "zero":
-            broken[at : at + 4096] = bytes(len(broken[at : at + 4096]))
-        else:
-            other = drawn.randrange(len(whole))
-            broken[at : at + 100], broken[other : other + 100] = whole[other : other + 100], whole[at : at + 100]
-        block.write_bytes(broken)
-        index = drawn.randrange(len(right))
-        assert all((after.train.read(place, 3)[0] == right[place]).all() for place in {index, 0, len(right) - 1}), kind
 
 
 @pytest.mark.parametrize(

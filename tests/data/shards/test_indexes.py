@@ -1,6 +1,5 @@
 """An index is made once, and again where it does not fit."""
 
-import json
 import os
 import random
 import sys
@@ -124,9 +123,3 @@ tars.index(ShardFile.of(sys.argv[1]))
         assert read(path_of(shard), {}) is None
     assert made(shard)[1]
     assert [path.suffix for path in kept.iterdir()] == [".npz"]
-
-
-def test_its_facts_are_text(shard):
-    made(shard)
-    with np.load(path_of(shard)) as stored:
-        assert json.loads(stored["about"].tobytes())["path"] == os.fsdecode(shard.path)

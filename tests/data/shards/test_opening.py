@@ -1,6 +1,5 @@
 """Shards as they are published: what trains, what is held out, what classes are called, and what is wrong."""
 
-import json
 import os
 import pickle
 
@@ -261,24 +260,6 @@ def test_images_are_those_of_folders(tmp_path):
         assert torch.equal(image, read_image(str(path), 3)) and found.classes[label] == path.parent.name
 
 
-def test_the_digest_tells_shards_with_other_images(tmp_path):
-    digests = set()
-    for n, members in enumerate((in_folders(PETS), in_folders({"cat": 5, "dog": 6}), in_folders({"cat": 5, "eel": 5}))):
-        digests.add(opened(tarred(tmp_path / str(n) / "train-0.tar", members)).train.digest())
-    same = opened(tarred(tmp_path / "elsewhere" / "train-0.tar", in_folders(PETS))).train.digest()
-    assert len(digests) == 3 and same in digests
-
-
 def test_without_data_root():
     with pytest.raises(SetupError, match=r"data\.name=shards.*type data\.root="):
         open_datasets(load(None, "data.name=shards"))
-
-
-def test_labels_of_json(tmp_path):
-    members = [
-        (f"{n}.{kind}", data)
-        for n in range(10)
-        for kind, data in (("jpg", jpeg(n)), ("json", json.dumps({"label": n % 2, "url": "x"}).encode()))
-    ]
-    found = opened(tarred(tmp_path / "a.tar", members))
-    assert found.classes == ("0", "1") and "ignored" not in found.notes

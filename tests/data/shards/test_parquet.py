@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -204,9 +203,3 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SetupError, match=r"\.parquet.*pip install pyarrow"):
         opened(path)
-
-
-def test_labels_are_kept_beside_the_rows(tmp_path):
-    index = shards.index(ShardFile.of(parquet(tmp_path / "a.parquet", IMAGES, LABELS, group=10)))
-    assert index.places[[0, 9, 10, 24]].tolist() == [[0, 0], [0, 9], [1, 0], [2, 4]]
-    assert np.array_equal([int(index.contents.texts[n]) for n in index.labels], LABELS)

@@ -119,7 +119,7 @@ def identified(world: World, data: Datasets, state: State | None) -> dict[str, T
     was, exchanged = state.tensors.get("samples", {}), set[str]()
     for (role, now), part in zip(samples.items(), data.sources or (data.train, data.val), strict=False):
         before = was.get(role)
-        if before is None or not torch.equal(now[:2], before[:2]) or part.labels.ndim > 1 or len(now) == 2:
+        if before is None or len(now) == 2 or not torch.equal(now[:2], before[:2]) or part.labels.ndim > 1:
             continue
         labels = part.labels[_sized(len(part))]
         others = (now[2:] != before[2:]).numpy()

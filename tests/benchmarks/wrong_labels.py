@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-CIFAR = ["recipe=cifar10_fast", "precision=bf16", "data.cache=ram"]
+CIFAR = ["recipe=cifar10_fast", "precision=bf16", "data.cache=disk"]
 DIGITS = ["recipe=digits_single"]
 QUIET = ["logging.tensorboard=false", "logging.verdict=false", "logging.progress=false"]
 MARK = "-exchanged"  # ends the names of such images

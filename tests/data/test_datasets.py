@@ -289,21 +289,6 @@ def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
     assert (found.channels, found.image_size) == (3, 8) and "images" not in found.notes
 
 
-def test_what_other_programs_leave_among_images_is_skipped_and_counted(tmp_path):
-    root = small_photos(tmp_path)
-    plain = opened("data.name=imagefolder", root)
-    for name in ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png"):
-        (tmp_path / "train" / "a" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "train" / "a" / name).write_bytes(b"junk")
-    for folder in (tmp_path / "train", tmp_path / "val"):
-        for name in ("__MACOSX", ".ipynb_checkpoints"):
-            (folder / name).mkdir()
-            (folder / name / "._1.png").write_bytes(b"junk")
-    found = opened("data.name=imagefolder", root)
-    assert found.classes == ("a", "b") and torch.equal(found.train.images, plain.train.images)
-    assert found.notes["ignored"].startswith("10 hidden ") and "ignored" not in plain.notes
-
-
 def test_one_class_is_nothing_to_learn(tmp_path):
     one = small_photos(tmp_path / "one", classes=["a"])
     with pytest.raises(SetupError, match=r"'a'.*train/<class>.*val/<class>"):

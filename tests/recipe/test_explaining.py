@@ -37,7 +37,7 @@ def test_nothing_of_how_it_is_checked_is_shown(key):
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("data.workers", 1000, "data.workers=1000 must be a number from 0 to 256, auto or null"),
+        ("data.workers", 1000, "data.workers=1000 must be 256 or less, or null"),
         ("loss.class_weights", "auto", "loss.class_weights=auto must be balanced, a list, or null"),
         ("loss.class_weights", "balance", "loss.class_weights=balance must be balanced, a list, or null"),
         ("loss.class_weights", [1, -1], "loss.class_weights[1]=-1 must be 0 or more"),

@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
@@ -102,76 +103,62 @@ def test_classes_in_another_order_are_not_continued(tmp_path):
     ok(*again, env=env)
 
 
-def test_changed_files_are_told_where_a_run_goes_on(tmp_path):
-    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
-    again = half_done(root, tmp_path / "run")
-    (root / "ant" / "1.png").unlink()
-    for name in ("a", "b", "c", "d"):
-        coloured(root / "bee" / f"{name}.png", (200, 90, 60), (12, 12), 99)
-    said = ok(*again).stdout
-    told = next(line for line in said.splitlines() if "the images changed since then" in line)
-    assert "4 added" in told and "1 removed" in told and "an epoch is 3 steps" not in told
-    assert "the images changed" not in ok(*again).stdout
+def told(again, **env):
+    """Of the images, by the run that goes on; and what the next one tells."""
+    lines = [
+        [line for line in ok(*again, **env).stdout.splitlines() if "the images changed since then" in line]
+        for _ in range(2)
+    ]
+    assert not lines[1]
+    return "".join(lines[0])
 
 
-def sizes_told(said):
-    return [line for line in said.splitlines() if "the images changed since then" in line and "different size" in line]
+def swapped(folder, *names):
+    """Each class folder gets the name of the one before."""
+    for one, other in zip((names[0], *names[1:], "aside"), ("aside", *names), strict=True):
+        (folder / one).rename(folder / other)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("mode", [("mode=single",), ("mode=ddp", "devices=[cpu,cpu]")], ids=["single", "ddp"])
 @pytest.mark.parametrize("split", [False, True], ids=["one folder", "train and val"])
-def test_swapped_class_folders_of_equal_names_are_not_continued(tmp_path, split):
-    root, counts = tmp_path / "photos", {"ant": 8, "bee": 8, "cow": 8}
+def test_class_folders_that_changed_places_are_not_continued(tmp_path, split, mode):
+    root = tmp_path / "photos"
     for part in ("train", "val") if split else ("",):
-        photos_of(root / part, counts)
-    again = half_done(root, tmp_path / "run")
-    folder = root / "train" if split else root
-
-    def swap():
-        (folder / "ant").rename(folder / "aside")
-        (folder / "bee").rename(folder / "ant")
-        (folder / "aside").rename(folder / "bee")
-
-    swap()
+        photos_of(root / part, {"ant": 8, "bee": 8, "cow": 8})
+    again = half_done(root, tmp_path / "run", mode=mode)
+    swapped(root / ("train" if split else ""), "ant", "bee")
     done = trainer(*again)
-    assert done.returncode == 3 and "Traceback" not in done.stderr
-    assert re.search(r"\(ant .*\bbee, bee .*\bant\).*output=", done.stderr)
+    assert done.returncode == 3 and re.search(r"of ant, bee have other sizes.*output=", done.stderr)
+    assert "Traceback" not in done.stderr
     anew = [word for word in again if not word.startswith(("output=", "resume="))]
     ok(*anew, f"output={tmp_path / 'other'}", f"model.init_from={tmp_path / 'run'}")
-    swap()
-    assert "the images changed" not in ok(*again).stdout
+    swapped(root / ("train" if split else ""), "ant", "bee")
+    assert not told(again)
 
 
-def test_class_folders_that_changed_places_in_a_ring_end_all_ranks(tmp_path):
-    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8, "cow": 8})
-    again = half_done(root, tmp_path / "run", mode=("mode=ddp", "devices=[cpu,cpu]"))
-    for one, other in (("ant", "aside"), ("bee", "ant"), ("cow", "bee"), ("aside", "cow")):
-        (root / one).rename(root / other)
-    done = trainer(*again)
-    assert done.returncode == 3 and re.search(r"\(ant .*\bcow, bee .*\bant, cow .*\bbee\)", done.stderr)
-
-
-def test_a_photo_replaced_under_its_name_is_told_once(tmp_path):
-    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
+@pytest.mark.parametrize("change", ["added", "one replaced", "renamed", "another split"])
+def test_changed_files_are_told_where_a_run_goes_on(tmp_path, change):
+    root = photos_of(tmp_path / "photos", {"ant": 10, "bee": 10})
     again = half_done(root, tmp_path / "run")
-    trained = (tmp_path / "run" / "split.csv").read_text().splitlines()
-    name = next(line for line in trained if line.endswith(",train")).split(",")[0]
-    photo(root / name, (12, 12))
-    (root / "bee" / "new.png").write_bytes((root / "bee" / "1.png").read_bytes())
-    (line,) = sizes_told(ok(*again).stdout)
-    assert "size" in line and f"({name})" in line
-    assert "1 added, 0 removed" in line and "; 1 of " in line
-    assert "the images changed" not in ok(*again).stdout
-
-
-def test_photos_that_were_all_written_anew_are_told_and_go_on(tmp_path):
-    """Their sizes are no other class's."""
-    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
-    again = half_done(root, tmp_path / "run", "data.val_fraction=0.5")
-    for path in root.glob("*/*.png"):
-        photo(path, (24, 24), seed=int(path.stem))
-    (line,) = sizes_told(ok(*again).stdout)
-    assert "8 of 8 training photos" in line and "8 of 8 held out photos" in line
+    table = tmp_path / "run" / "split.csv"
+    lines = table.read_text().splitlines()
+    held, trained = ([line for line in lines if line.endswith(part)] for part in (",val", ",train"))
+    name = trained[0].split(",")[0]
+    if change == "added":
+        for number in range(4):
+            coloured(root / "bee" / f"new-{number}.png", (200, 90, 60), (12, 12), 99)
+    elif change == "one replaced":
+        photo(root / name, (12, 12))
+    elif change == "renamed":
+        (root / name).rename((root / name).with_name("other.png"))
+    else:  # without its split.csv another seed's split is not that of the run
+        swap = {held[0]: held[0][:-3] + "train", trained[0]: trained[0][:-5] + "val"}
+        table.write_text("\n".join(swap.get(line, line) for line in lines) + "\n")
+    said = told(again)
+    wanted = {"added": "20 and there were 16", "one replaced": "training: 1 of 16 photos checked"}
+    assert wanted.get(change, "training: as many, with other names") in said
+    assert ("may have been trained on" in said) == (change != "one replaced")
+    assert ("held out: as many" in said) == (change == "another split")
 
 
 def test_an_image_replaced_in_a_shard_is_told(tmp_path):
@@ -182,39 +169,25 @@ def test_an_image_replaced_in_a_shard_is_told(tmp_path):
     at, (name, _) = next((at, one) for at, one in enumerate(members) if one[0].endswith(".jpg"))
     members[at] = (name, jpeg(99, (50, 50)))
     tarred(root / "a-000.tar", members)
-    (line,) = sizes_told(ok(*again, env=env).stdout)
-    assert " 1 of " in line and name in line and "added" not in line
+    assert " 1 of " in told(again, env=env)
 
 
-def test_a_lost_split_is_told(tmp_path):
-    """Without its split.csv another seed's split is not that of the run."""
-    root = photos_of(tmp_path / "photos", {"ant": 10, "bee": 10})
-    again = half_done(root, tmp_path / "run")
-    lines = (tmp_path / "run" / "split.csv").read_text().splitlines()
-    held = [line for line in lines if line.endswith(",val")]
-    swapped = [line for line in lines if line.endswith(",train")][: len(held)]
-    turned = {**{line: line[:-3] + "train" for line in held}, **{line: line[:-5] + "val" for line in swapped}}
-    (tmp_path / "run" / "split.csv").write_text("\n".join(turned.get(line, line) for line in lines) + "\n")
-    said = ok(*again).stdout
-    assert "training 4 added, 4 removed; held out 4 added, 4 removed; 4 that " in said
-
-
-@pytest.mark.parametrize("lacks", ["classes and samples", "sizes"])
+@pytest.mark.parametrize("lacks", ["all", "a digest"])
 def test_a_checkpoint_that_tells_less_is_continued(tmp_path, lacks):
-    """As versions before had it."""
+    """As versions before had it: a number for each sample, and before that none."""
     root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
     again = half_done(root, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         state = load(folder)
         samples = state.tensors.pop("samples")
-        if lacks == "sizes":
-            state.tensors["samples"] = {role: samples[role] for role in ("train", "val")}
-        else:
+        if lacks == "all":
             state.facts.pop("classes")
+        else:
+            state.tensors["samples"] = {
+                role: torch.arange(int(samples[f"{role}_images"][0])) for role in ("train", "val")
+            }
         shutil.rmtree(folder)
         commit(tmp_path / "run", state, keep=5)
-    photo(root / "ant" / "1.png", (24, 24))
-    if lacks != "sizes":
-        (root / "ant" / "2.png").unlink()
+    coloured(root / "ant" / "new.png", (200, 90, 60), (12, 12), 99)
     said = ok(*again).stdout
-    assert "resuming at step" in said and "changed since then" not in said
+    assert "resuming at step" in said and ("and there were" in said) == (lacks == "a digest")

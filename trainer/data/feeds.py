@@ -15,7 +15,6 @@ from trainer.data.photos.copies import Copies, Copy, on_device, set_on_device
 from trainer.data.photos.photo_reader import DenseReader, Key, PlainReader, Reader, Report, Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
-from trainer.data.workers.worker_counts import Search
 from trainer.data.workers.worker_pool import InProcess, Workers
 from trainer.data.workers.worker_process import Buffers, Filled
 from trainer.recipe import AugmentRecipe, Recipe
@@ -109,9 +108,9 @@ class TensorFeed(Feed):
 
 
 def readers_of(
-    datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, search: Search
+    datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, workers: int
 ) -> Workers | InProcess:
-    """What reads batches of `rows` samples of all the sources, in as many workers as `search` says; 0: this process."""
+    """What reads batches of `rows` samples of all the sources, in so many workers; 0: this process."""
     prepare = PlainReader if datasets.plain else DenseReader if len(datasets.targets.shape) > 1 else Reader
     skip = recipe.data.on_error == "skip"
 
@@ -121,11 +120,11 @@ def readers_of(
         ]
 
     def allocate(count: int) -> Buffers:
-        return Buffers.allocate(datasets, rows, count, shared=search.count > 0)
+        return Buffers.allocate(datasets, rows, count, shared=workers > 0)
 
-    if not search.count:
+    if not workers:
         return InProcess(allocate(1), readers)
-    return Workers(sources, allocate, readers, search, recipe.timeout)
+    return Workers(sources, allocate, readers, workers, recipe.timeout)
 
 
 class PhotoFeed:

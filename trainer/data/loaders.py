@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from trainer.data.photos.photo_reader import private_draws
 from trainer.data.registered import UserItems
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
-from trainer.data.workers.worker_counts import Search, allowed, check_shared_memory, conditions, slots
+from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
 from trainer.data.workers.worker_process import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
@@ -28,7 +27,6 @@ from trainer.tasks import Task
 
 STARTING = 2.0  # seconds that starting workers takes at least
 TRIED = 8  # samples that are read to see how long all take
-MORE = 2  # times as many workers as cores, at most: more never helped
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
@@ -87,32 +85,16 @@ def read_soon(datasets: Datasets, recipe: Recipe) -> bool:
     return True
 
 
-def worker_search(
-    recipe: Recipe,
-    readers: int,
-    batch_bytes: int,
-    device: torch.device,
-    measured: Mapping[str, Any],
-    soon: bool = False,
-) -> Search:
+def workers_of(recipe: Recipe, readers: int, batch_bytes: int, soon: bool = False) -> int:
     """Loader workers of one rank, where `readers` ranks of this machine read images.
 
-    As many as the recipe says, or as cores and memory allow; none where all samples are read `soon`. With
-    data.workers=auto the number that was `measured` before under the same conditions; else they start with as many as
-    are allowed, and are measured in training. Raises SetupError.
+    As many as the recipe says, or as cores and memory allow; none where all samples are read `soon`. Raises SetupError.
     """
-    workers = recipe.data.workers
-    most = allowed(readers, batch_bytes)
-    if isinstance(workers, int):
-        search = Search(workers)
-    elif workers is None:
-        search = Search(0 if soon else most)
-    else:
-        same = conditions(readers, device, recipe).items() <= measured.items()
-        count = measured.get("count") if same else None
-        search = Search(count) if isinstance(count, int) and 1 <= count <= MORE * most else Search(most, MORE * most)
-    check_shared_memory(readers * slots(search.count) * batch_bytes if search.count else 0)
-    return search
+    count = recipe.data.workers
+    if count is None:
+        count = 0 if soon else allowed(readers, batch_bytes)
+    check_shared_memory(readers * slots(count) * batch_bytes if count else 0)
+    return count
 
 
 def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
@@ -129,8 +111,8 @@ class Loader:
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
-        samples_per_step: training images of all shards together in one step, on average.
         readers: ranks of this machine that read images.
+        samples_per_step: training images of all shards together in one step, on average.
     """
 
     def __init__(
@@ -141,11 +123,9 @@ class Loader:
         shard: Shard,
         device: torch.device,
         readers: int = 1,
-        measured: Mapping[str, Any] | None = None,
     ) -> None:
-        """`readers` is the number of ranks on this machine that read, and share its cores and memory; `measured` is
-        `measured_workers` of an earlier part of the run. Raises SetupError.
-        """
+        """`readers` is the number of ranks on this machine that read, and share its cores and memory. Raises
+        SetupError."""
         self._datasets, self._recipe, self._shard, self._device = datasets, recipe, shard, device
         samples = len(datasets.train)
         self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
@@ -157,38 +137,38 @@ class Loader:
         self._transform = DeviceTransform(
             datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device
         )
+        # Photos are read for themselves, or for labels that are known in no other way.
         self.readers = readers
-        skip = recipe.data.on_error == "skip"
-
-        def reads(part: ImageSet | TensorSet | PhotoSource) -> bool:
-            """Whether photos are read: for themselves, or for labels that are known in no other way."""
-            wanted = shard.inputs or (shard.targets and known_labels(part, skip) is None)
-            return wanted and not in_memory(part)
-
-        sources = [part for part in (datasets.train, datasets.val) if reads(part)]
-        self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8) if sources else 0
-        known = measured if isinstance(measured, Mapping) else {}
-        self._search = Search(0)
+        parts, skip = (datasets.train, datasets.val), recipe.data.on_error == "skip"
+        labels = [known_labels(part, skip) if shard.targets else None for part in parts]
+        sources: list[PhotoSource] = [
+            part
+            for part, known in zip(parts, labels, strict=True)
+            if not isinstance(part, ImageSet | TensorSet) and (shard.inputs or (shard.targets and known is None))
+        ]
+        self._slot, self._workers = 0, 0
         if sources:
+            self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8)
             soon = recipe.data.workers is None and read_soon(datasets, recipe)
-            self._search = worker_search(recipe, readers, self._slot, device, known, soon)
-        photos = cast(list[PhotoSource], sources)
-        pool = readers_of(datasets, photos, self._rows, recipe, self._search) if photos else None
+            self._workers = workers_of(recipe, readers, self._slot, soon)
+        pool = readers_of(datasets, sources, self._rows, recipe, self._workers) if sources else None
 
-        def feed(part: ImageSet | TensorSet | PhotoSource, augment: AugmentRecipe) -> Feed:
-            labels = known_labels(part, skip) if shard.targets else None
-            if not shard.inputs and (labels is not None or not shard.targets):
-                return TensorFeed(None, labels, len(part), self._rows, device)
-            if isinstance(part, ImageSet):
+        def feed(part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe) -> Feed:
+            if (
+                pool is not None
+                and (number := next((n for n, each in enumerate(sources) if each is part), None)) is not None
+            ):
+                return PhotoFeed(pool, number, self._rows, device)
+            if shard.inputs and isinstance(part, ImageSet):
                 failures = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
                 return MemoryFeed(part, self._rows, augment, recipe.seed, device, failures)
-            if isinstance(part, TensorSet):
-                return TensorFeed(part.inputs, part.labels, len(part), self._rows, device)
-            assert pool is not None
-            return PhotoFeed(pool, next(n for n, source in enumerate(sources) if source is part), self._rows, device)
+            inputs = part.inputs if shard.inputs and isinstance(part, TensorSet) else None
+            return TensorFeed(inputs, known, len(part), self._rows, device)
 
-        self._train = feed(datasets.train, recipe.augment)
-        self._val = feed(datasets.val, AugmentRecipe())
+        self._train, self._val = (
+            feed(part, known, augment)
+            for part, known, augment in zip(parts, labels, (recipe.augment, AugmentRecipe()), strict=True)
+        )
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -212,23 +192,15 @@ class Loader:
     @property
     def workers(self) -> int | None:
         """Processes that read training images for this rank; None where they lie in memory."""
-        return None if in_memory(self._datasets.train) else self._search.count
-
-    @property
-    def measured_workers(self) -> dict[str, Any]:
-        """The number of workers that data.workers=auto has settled on, and the conditions; empty before."""
-        if self._recipe.data.workers != "auto" or not self._search.settled or not self._search.count:
-            return {}
-        return {"count": self._search.count, **conditions(self.readers, self._device, self._recipe)}
+        return None if in_memory(self._datasets.train) else self._workers
 
     def workers_in_words(self) -> str | None:
         """How many processes read, and the memory that they take; None where none do."""
-        count = self._search.count
+        count = self._workers
         if not count:
             return None
         size = slots(count) * self._slot / 2**20
-        text = f"{count} process{'es' * (count > 1)} a rank, {slots(count)} batches in {size:,.0f} MiB of shared memory"
-        return text if self._search.settled else f"{text}; data.workers=auto measures how many are needed"
+        return f"{count} process{'es' * (count > 1)} a rank, {slots(count)} batches in {size:,.0f} MiB of shared memory"
 
     def training(self, epoch: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
         """`accumulate` micro-batches a step, from `start_step` on to the epoch's end or `stop_step`.

@@ -37,7 +37,7 @@ def _auto_or_count(low: int, high: float, message: str) -> BeforeValidator:
 def _cache(value: Any) -> Any:
     if value in ("none", None):
         return "off"
-    return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value  # YAML's off and on
+    return {False: "off", True: "disk"}[value] if isinstance(value, bool) else value  # YAML's off and on
 
 
 def _off(value: Any) -> Any:
@@ -117,11 +117,12 @@ def _root(value: Any) -> Any:
     """A list of shard files is what a shell writes with braces."""
     if not isinstance(value, list) or not value or not all(isinstance(path, str) and path for path in value):
         return value
-    return f"{{{','.join(value)}}}" if len(value) > 1 else value[0]
+    if len(value) > 1:
+        raise ValueError("is one folder, file or pattern, as in '/data/train-*.tar', and no list")
+    return value[0]
 
 
 _COUNT = _auto_or_count(1, float("inf"), "must be auto or a number, as in 8")
-_WORKERS = _auto_or_count(0, 256, "must be a number from 0 to 256, auto or null")
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
@@ -132,11 +133,11 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _COUNT]
-Workers = Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], _WORKERS]
+Workers = Annotated[int, Field(ge=0, le=256)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
-Cache = Annotated[Literal["off", "ram", "disk", "auto"], BeforeValidator(_cache)]
+Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
 Check = Annotated[Literal["headers", "full", "off"], BeforeValidator(_off)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]

@@ -185,7 +185,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
             shell = key == "data.root" and word.endswith((".tar", ".parquet"))
-            keep = "your shell expanded {...} into them; quote it: data.root='...'" if shell else "keep one"
+            keep = "your shell expanded it into them: quote a pattern, as data.root='...*.tar'" if shell else "keep one"
             raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {keep}")
         if not value:
             raise RecipeError(f"{key}= is empty: write a value, or leave it out")

@@ -105,5 +105,7 @@ def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
     if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
         free |= {"data.cache"}
+    if old.data.image_column is None:  # earlier versions looked for the columns: those that are typed are compared
+        free |= {"data.image_column"} | ({"data.label_column"} if old.data.label_column is None else set())
     changed = {key: (before[key], value) for key, value in now.items() if before[key] != value}
     return {key: values for key, values in changed.items() if not {key, key.partition(".")[0]} & free}

@@ -13,4 +13,10 @@ class Removed(NamedTuple):
     same: bool = True  # computes the same: a run goes on; else its weights are used, and it is not continued
 
 
-REMOVED: dict[str, Removed] = {}  # by "key" or "key=value"
+REMOVED: dict[str, Removed] = {
+    "data.workers=auto": Removed("leave it out for a process per core, or give a number", "data.workers=null"),
+    "data.cache=ram": Removed(
+        "data.cache=disk with data.cache_dir=/dev/shm/FOLDER keeps it in memory", "data.cache=disk"
+    ),
+    "data.cache=auto": Removed("data.cache=disk keeps a copy, and says so where there is no room", "data.cache=disk"),
+}  # by "key" or "key=value"

@@ -94,9 +94,7 @@ class DataRecipe(_Section):
         None, "folder of the images, or pattern of shards; null: ~/.cache/trainer, for downloads", "photos"
     )
     labels: str | None = key(None, "CSV file with the labels of each image; null: the names of folders", "labels.csv")
-    image_column: str | None = key(
-        None, "column of data.labels with the images' paths; null: the first that has them", "photo"
-    )
+    image_column: str | None = key(None, "column of data.labels with the images' paths; null: the first", "photo")
     label_column: Columns | None = key(None, "column with the labels, or several; null: all others", ["age", "height"])
     val_fraction: float = key(0.2, "share of each class to hold out if the photos have no val folder", gt=0, lt=1)
     image_size: Positive | None = key(
@@ -111,12 +109,12 @@ class DataRecipe(_Section):
         None, "black and white in images of over 8 bits; null: [0, 65535], for floating point [0, 1]", [0, 4095]
     )
     balance: bool = key(False, "draw all classes equally often, however many images each has")
-    workers: Workers | Literal["auto"] | None = key(
-        None, "processes per rank that read photos; auto: as needed; null: one per core, 0 if all is soon read"
+    workers: Workers | None = key(
+        None, "processes per rank that read photos; null: one per core, 0 if all is soon read", 4
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")
-    cache: Cache = key("off", "keep small, decoded copies of photos; auto: if there is room", "disk")
+    cache: Cache = key("off", "keep small, decoded copies of photos", "disk")
     cache_format: Literal["raw", "jpeg"] | None = key(
         None, "raw is fastest, jpeg takes a tenth of the bytes; null: raw", "jpeg"
     )

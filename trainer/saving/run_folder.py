@@ -169,8 +169,6 @@ class RunFolder(NullFolder):
         }
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.settled["model__weights"] = before.model.weights
-        if recipe.data.cache == "auto":
-            self.settled["data__cache"] = before.data.cache
         if "local_sgd.outer_momentum" not in recipes.origins(str(file)):  # of before there was one: plain averages
             before = before.replace(local_sgd__outer_momentum=0.0)
             if recipe.local_sgd.outer_momentum is None:

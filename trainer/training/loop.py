@@ -26,7 +26,7 @@ from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
-from trainer.training.run import WORKERS, Run
+from trainer.training.run import Run
 from trainer.training.wiring import note_end, prepare
 
 
@@ -173,8 +173,6 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     history.latest = [*history.latest, metrics_of(history.validation)][-noticing.LATEST :]
     speed = history.validation["val_samples"] / (time.perf_counter() - trained)
     note_skipped(run)
-    if run.loader.measured_workers:
-        tracker.folder.remember({**run.strategy.known, WORKERS: run.loader.measured_workers})
     improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch

@@ -25,8 +25,6 @@ from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import replayed
 from trainer.training.step_graphs import Steps
 
-WORKERS = "workers"  # what is known of the number that reads photos
-
 
 @dataclass
 class History:
@@ -77,7 +75,6 @@ class Resolved:
     tracker: NullTracker
     state: State | None  # the checkpoint to continue
     samples: dict[str, Tensor]  # on rank 0 what identifies the images, as `same_images.identified` gives it
-    resized: list[str]  # photos of other sizes than in the checkpoint, in words
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
 
 
@@ -116,7 +113,7 @@ class Run:
 
     def __post_init__(self, resolved: Resolved) -> None:
         self.recipe, self.reasons, self.task = resolved.recipe, resolved.reasons, resolved.task
-        self.datasets, self.samples, self.resized = resolved.datasets, resolved.samples, resolved.resized
+        self.datasets, self.samples = resolved.datasets, resolved.samples
         self.world, self.tracker, self.speed_only = resolved.world, resolved.tracker, resolved.speed_only
         self.steps_per_epoch = resolved.steps_per_epoch
         self.total_steps = total_steps(self.recipe, self.steps_per_epoch)

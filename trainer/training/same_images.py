@@ -1,29 +1,25 @@
 """Whether all ranks read the same images, and a continued run those that it began with.
 
-Machines may hold different copies, and files may come and go while a run starts or between its parts. Samples are
-recognised by a fingerprint each, an int64, in another folder too.
+Machines may hold different copies, and files may come and go while a run starts or between its parts. A checkpoint
+keeps of each part how many samples it has, a hash of their names and targets, and the sizes of some files.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import os
 import platform
 import shlex
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
 
 from trainer.data.encoded import EncodedPhotos, size_of
 from trainer.data.folders.scanning import few
 from trainer.data.items import stored_targets
 from trainer.data.registered import UserItems
-from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.errors import SetupError
 from trainer.processes.world import World
@@ -32,7 +28,6 @@ from trainer.saving.run_folder import free_beside
 from trainer.tasks.classification import class_name
 from trainer.training.run import Run
 
-AT_ONCE = 2**16  # samples
 SIZED = 256  # photos of a part whose sizes are kept
 LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
 ROLES = {"train": "training", "val": "held out"}
@@ -40,88 +35,44 @@ ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what 
 
 
 def contents_of(data: Datasets) -> dict[str, Tensor]:
-    """The fingerprints (samples,) int64 of the training and the held-out samples, in their order."""
-    parts = data.sources or (data.train, data.val)
-    return {name: torch.from_numpy(_keys(part)) for name, part in zip(("train", "val"), parts, strict=True)}
+    """Of the training and the held-out part, int64: samples, a hash of them all, and sizes of some in bytes."""
+    found = {}
+    for role, part in zip(ROLES, data.sources or (data.train, data.val), strict=True):
+        photos = isinstance(part, EncodedPhotos)
+        sizes = [size_of(part.address(place)) for place in _sized(len(part))] if photos else []
+        pair = isinstance(part, tuple | list)
+        found[role + "_images"] = torch.tensor([len(part[0]) if pair else len(part), _digest(part), *sizes])
+    return found
 
 
-def sizes_of(part: Any, keys: Tensor, known: Tensor) -> Tensor:
-    """The indices of some photos and their sizes in bytes, (photos, 2) int64: those with `known` keys first."""
-    if not isinstance(part, EncodedPhotos):
-        return torch.zeros(0, 2, dtype=torch.int64)
-    places = np.lexsort((keys.numpy(), ~torch.isin(keys, known).numpy()))[:SIZED]
-    return torch.tensor([[place, size_of(part.address(place))] for place in places.tolist()])
+def _sized(count: int) -> list[int]:
+    """The photos, of so many, whose sizes are kept."""
+    return [int(place) for place in np.linspace(0, count - 1, min(SIZED, count))]
 
 
-def difference(was: Tensor, now: Tensor) -> str:
-    """How many samples were added and removed, in words; empty where nothing changed."""
-    if torch.equal(was, now):
-        return ""
-    _, place = torch.unique(torch.cat([was, now]), return_inverse=True)
-    before, after = (torch.bincount(part, minlength=len(place)) for part in (place[: len(was)], place[len(was) :]))
-    added, removed = (int(more.clamp_min(0).sum()) for more in (after - before, before - after))
-    return f"{added:,} added, {removed:,} removed" if added or removed else "in another order"
-
-
-def _keys(part: Any) -> Array:
-    """Of photos by their paths below the root, of tensors by their values, each with its label.
-
-    Of items by the paths and targets that their data set lists; 0 where it lists none.
-    """
+def _digest(part: Any) -> int:
+    """Of photos by their names, of tensors by their values, each with its targets; of items by the targets and files
+    that their data set lists."""
     if isinstance(part, EncodedPhotos):
-        return _hashed(*part.listed()) ^ _rows(part.labels)
+        return int(part.digest()[:15], 16)
+    digest = hashlib.blake2b(digest_size=7)
     if isinstance(part, ImageSet | TensorSet):
-        inputs = part.images if isinstance(part, ImageSet) else part.inputs
-        return _rows(inputs.numpy()) ^ _rows(part.labels.numpy())
-    if isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(each, Tensor) for each in part):
-        return _rows(part[0].numpy()) ^ _rows(part[1].numpy())
+        part = (part.images if isinstance(part, ImageSet) else part.inputs), part.labels
+    if isinstance(part, tuple | list) and all(isinstance(each, Tensor) for each in part):
+        for values in part:
+            rows = np.ascontiguousarray(values.numpy()).reshape(len(values), -1).view(np.uint8)
+            digest.update(np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // LOOKED_AT) or 1]).data)
+        return int(digest.hexdigest(), 16)
+    items = part.items if isinstance(part, UserItems) else part
     try:
-        return _listed(part.items if isinstance(part, UserItems) else part)
-    except Exception:  # a user's data set may raise anything at all
-        return np.zeros(len(part), np.int64)
-
-
-def _listed(items: Any) -> Array:
-    if isinstance(items, Subset):
-        return _listed(items.dataset)[np.asarray(items.indices, np.int64)]
-    if isinstance(items, ConcatDataset):
-        return np.concatenate([_listed(part) for part in items.datasets])
-    samples = getattr(items, "samples", None)  # torchvision's: a path and a class each
-    targets = stored_targets(items)
-    keys = np.zeros(len(items), np.int64) if targets is None else _rows(targets.numpy())
-    if isinstance(samples, Sequence) and len(samples) == len(items) and isinstance(samples[0][0], str):
+        targets = stored_targets(items)
+        digest.update(b"" if targets is None else np.ascontiguousarray(targets.numpy()).data)
         root = str(getattr(items, "root", ""))
-        names = [path.removeprefix(root).encode(errors="surrogateescape") for path, *_ in samples]
-        keys = keys ^ _hashed(b"".join(names), np.cumsum([len(name) for name in names], dtype=np.int64))
-    return keys
-
-
-def _rows(values: Array) -> Array:
-    """A hash of each row's bytes, of some of them where a row is long."""
-    if not values.size:
-        return np.zeros(len(values), np.int64)
-    flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-    flat = np.ascontiguousarray(flat[:, :: -(-flat.shape[1] // LOOKED_AT)])
-    # Multiplied, so that a label does not cancel an equal name.
-    return _hashed(flat.reshape(-1), np.arange(1, len(flat) + 1) * flat.shape[1]) * 31
-
-
-def _hashed(joined: bytes | Array, ends: Array) -> Array:
-    """A hash of each of many concatenated byte strings: the sum of its bytes, each times a random factor."""
-    data = np.frombuffer(joined, np.uint8) if isinstance(joined, bytes) else joined
-    lengths = np.diff(ends, prepend=0)
-    factors = np.random.Generator(np.random.Philox(key=1)).integers(
-        -(2**63), 2**63 - 1, int(lengths.max(initial=0)), dtype=np.int64
-    )
-    keys = np.zeros(len(ends), np.int64)
-    for first in range(0, len(ends), AT_ONCE):
-        counts = lengths[first : first + AT_ONCE]
-        starts = np.cumsum(counts) - counts
-        begin = int(ends[first] - counts[0])
-        piece = data[begin : begin + int(counts.sum())].astype(np.int64) + 1
-        places = np.arange(len(piece)) - np.repeat(starts, counts)
-        keys[first : first + AT_ONCE] = np.add.reduceat(piece * factors[places], starts)
-    return keys
+        for path, *_ in getattr(items, "samples", ()):  # torchvision's: a path and a class each
+            digest.update(os.fsencode(str(path).removeprefix(root)))
+    except Exception:  # a user's data set may raise anything at all
+        return 0
+    return int(digest.hexdigest(), 16)
 
 
 def check_same_images(world: World, data: Datasets) -> None:
@@ -155,49 +106,33 @@ def _difference(rank: int, theirs: tuple[str, dict[str, Any]], here: dict[str, A
     return f"rank {rank} on {host} found other data than rank 0 ({what}: {there[what]} there, {here[what]} here)"
 
 
-def identified(world: World, data: Datasets, state: State | None) -> tuple[dict[str, Tensor], list[str]]:
-    """What rank 0 keeps to recognise the images, and how many have other sizes than in a checkpoint. Collective.
+def identified(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
+    """What rank 0 keeps to recognise the images. Collective.
 
     Raises:
-        SetupError: on every rank, where the classes are others, or their folders were exchanged.
+        SetupError: on every rank, where the classes are others, or most photos of some classes have other bytes.
     """
-    if state is not None:
-        _check_classes(data, state)
-    was = state.tensors.get("samples", {}) if state is not None else {}
-    samples, resized = contents_of(data) if world.is_main else {}, []
-    moved: dict[str, str] = {}
-    for role, part in zip([*samples], data.sources or (data.train, data.val), strict=False):
-        places, sizes = was.get(f"{role}_sizes", torch.zeros(0, 2, dtype=torch.int64)).T
-        known = was.get(role, places)[places]
-        sized = samples[f"{role}_sizes"] = sizes_of(part, samples[role], known)
-        before = dict(zip(known.tolist(), sizes.tolist(), strict=True))
-        photos = [(part.name(at), before.get(int(samples[role][at]), -1), size) for at, size in sized.tolist()]
-        photos = [photo for photo in photos if min(photo[1:]) >= 0]
-        others = [name for name, then, now in photos if then != now]
-        if others:
-            counts = f"{len(others)} of {len(photos)} {ROLES[role]} photos checked"
-            resized.append(f"{counts} have a different size than when the run began ({few(others)})")
-            moved |= _moved(part, photos, data.classes)
-    moved = world.broadcast_object(moved)
-    if moved:
-        moves = few([f"{source} is now in {other}" for source, other in moved.items()])
-        raise SetupError(f"the class folders of this run changed places ({moves}): put them back, {ANEW}")
-    return samples, resized
-
-
-def _moved(part: EncodedPhotos, photos: Sequence[tuple[str, int, int]], classes: Sequence[str]) -> dict[str, str]:
-    """Class folders of which one holds now what another one held, by `photos`: names, and bytes then and now."""
-    folders = defaultdict(list)
-    for name, then, now in photos:
-        folder, _, below = name.partition("/")
-        folders[folder].append((below, then, then != now))
-    others = [name for name in classes if sum(new for *_, new in folders[name]) > max(2, len(folders[name]) / 4)]
-    moved = {
-        name: other
-        for name, other in itertools.permutations(others, 2)
-        if all(size_of(os.fsencode(f"{part.root}/{other}/{below}")) == then for below, then, _ in folders[name])
-    }
-    return moved if {*moved} == {*moved.values()} else {}
+    samples = contents_of(data) if world.is_main else {}
+    if state is None:
+        return samples
+    _check_classes(data, state)
+    was, exchanged = state.tensors.get("samples", {}), set[str]()
+    for (role, now), part in zip(samples.items(), data.sources or (data.train, data.val), strict=False):
+        before = was.get(role)
+        if before is None or len(now) == 2 or not torch.equal(now[:2], before[:2]) or part.labels.ndim > 1:
+            continue
+        labels = part.labels[_sized(len(part))]
+        others = (now[2:] != before[2:]).numpy()
+        for label in np.unique(labels[others]).tolist():
+            if (labels == label).sum() > 1 and others[labels == label].mean() > 0.5:
+                exchanged.add(data.classes[label])
+    exchanged = world.broadcast_object(sorted(exchanged))
+    if exchanged:
+        raise SetupError(
+            f"most photos of {few(exchanged)} have other sizes than when this run began, under the same names: class "
+            f"folders changed places, or all were written anew: put them back, {ANEW}"
+        )
+    return samples
 
 
 def _check_classes(data: Datasets, state: State) -> None:
@@ -218,19 +153,26 @@ def _check_classes(data: Datasets, state: State) -> None:
 
 
 def tell_changes(run: Run, state: State) -> None:
-    """Say what was added and removed since a checkpoint was saved."""
-    was, now = state.tensors.get("samples"), run.samples
-    if not was or not now:  # an older checkpoint; or rank 0 says it
+    """Say what changed since a checkpoint was saved."""
+    kept, now = state.tensors.get("samples"), run.samples
+    if not kept or not now:  # an older checkpoint; or rank 0 says it
         return
-    differences = {role: difference(was[part], now[part]) for part, role in ROLES.items()}
-    changes = [f"{role} {change}" for role, change in differences.items() if change] + run.resized
+    changes, others = list[str](), False
+    for role, words in ROLES.items():
+        mine, old = now[f"{role}_images"], kept.get(f"{role}_images")
+        was = len(kept[role]) if old is None else int(old[0])  # older checkpoints have a number for each sample
+        others |= was != int(mine[0]) or (old is not None and bool(mine[1] != old[1]))
+        if was != mine[0]:
+            changes.append(f"{words}: {int(mine[0]):,} and there were {was:,}")
+        elif old is not None and mine[1] != old[1]:
+            changes.append(f"{words}: as many, with other names or labels, or in another order")
+        elif old is not None and (sizes := int((mine[2:] != old[2:]).sum())):
+            changes.append(f"{words}: {sizes} of {len(old) - 2} photos checked have a different size")
     if not changes:
         return
-    seen = torch.isin(now["val"], was["train"]) & ~torch.isin(now["val"], was["val"])
     before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
-    consequences = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
+    consequences = ["what is held out now may have been trained on, and the best so far is of other images"] * others
     consequences += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
-    consequences += ["the best so far was measured on other images"] * bool(differences["held out"])
     path = run.tracker.path
     if state.position.step >= run.total_steps and path is not None:
         words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"

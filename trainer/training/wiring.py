@@ -46,7 +46,7 @@ from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, model_of, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
-from trainer.training.run import WORKERS, ModelFacts, Resolved, Run
+from trainer.training.run import ModelFacts, Resolved, Run
 from trainer.training.same_images import check_same_images, identified
 from trainer.training.speed_test import speed_recipe
 
@@ -139,9 +139,9 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         state = resuming.newest(tracker, world, recipe)
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
-    samples, resized = identified(world, data, state)
+    samples = identified(world, data, state)
     before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
-    reasons |= _changes(before, recipe, "by the room on the disk")
+    reasons |= _changes(before, recipe, "by the cache")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         with torch.random.fork_rng(devices=[]):
@@ -149,7 +149,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
-    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, resized, speed_only)
+    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
 
 
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
@@ -185,7 +185,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     strategy.share_extra_state()
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
-    loader = Loader(data, recipe, task, resolved.shard, world.device, readers, known.get(WORKERS))
+    loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
     return Run(resolved, interrupts, callbacks, strategy, loader, optimizer, updater, facts, ledger)
 
 

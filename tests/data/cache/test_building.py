@@ -138,8 +138,8 @@ def test_a_full_disk_says_what_to_do(photos, home):
 
 def test_what_does_not_fit_is_not_begun(home):
     with pytest.raises(DiskFullError, match=r"\b10 photos\b.*\b1,048,576\.00 GiB.*data\.cache_format="):
-        require_room(home, Estimate(10, 2**50, 1.0), HOW, False)
-    require_room(home, Estimate(10, 1000, 1.0), HOW, False)
+        require_room(home, Estimate(10, 2**50, 1.0), HOW)
+    require_room(home, Estimate(10, 1000, 1.0), HOW)
 
 
 def test_an_estimate_is_near(photos):

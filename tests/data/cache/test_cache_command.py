@@ -1,17 +1,14 @@
-"""Caches listed, made beforehand, verified and deleted."""
+"""Caches listed, made beforehand and deleted."""
 
 import os
-import time
 
 import pytest
 
 from tests.command_line import ok, trainer
-from tests.data.cache.test_cached_set import blocks_of, folder_of, words_for
-from trainer.data.cache import cache_blocks, homes
+from tests.data.cache.test_cached_set import folder_of, words_for
+from trainer.data.cache import homes
 from trainer.data.cache.cache_command import command
-from trainer.data.cache.stored import Format
 from trainer.errors import FolderInUseError, RecipeError
-from trainer.recipe import load
 from trainer.saving import locks
 
 
@@ -48,29 +45,6 @@ def test_no_caches(tmp_path, capsys):
     assert command([f"data.cache_dir={tmp_path}"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("no caches") and "data.cache=disk" in told and "cache build recipe=" in told
-    assert command(["verify", f"data.cache_dir={tmp_path / 'nowhere'}"]) == 0
-
-
-def test_damage_is_found_and_removed(built, photos, where, capsys):
-    assert command(["verify", where]) == 0
-    assert "24 photos" in capsys.readouterr().out
-    block = blocks_of(photos.parent / "cache")[0]
-    wrong = bytearray(block.read_bytes())
-    wrong[-1] ^= 1
-    block.write_bytes(wrong)
-    assert command(["verify", built.name[:8], where]) == 3
-    assert "1 damaged blocks removed" in capsys.readouterr().out and not block.exists()
-    command(["build", *words_for(photos)])
-    assert command(["verify", where]) == 0
-
-
-@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 3000])
-def test_a_block_that_is_none_is_damage(built, where, content, capsys):
-    for name in ("00" * 16, "no-hexadecimal"):
-        (built / f"{name}{cache_blocks.SUFFIX}").write_bytes(content)
-    assert command([where]) == 0  # the list does not mind
-    assert command(["verify", where]) == 3
-    assert "2 damaged" in capsys.readouterr().out
 
 
 def test_deleted_once_one_agrees(built, where, capsys):
@@ -98,10 +72,8 @@ def test_what_is_in_use_is_not_deleted(built, where):
         (["dlete", "x"], "is not understood: type cache, cache build"),
         (["delete"], "needs names"),
         (["delete", "nothing"], "'nothing' is no cache"),
-        (["verify", "nothing"], "'nothing' is no cache"),
+        (["verify"], "is not understood"),
         (["list", "--all"], "is not a word of cache list"),
-        (["verify", "size=3"], "is not a word of cache verify"),
-        (["build", "data.cache=ram"], "use data.cache=disk"),
         (["build", "recipe=digits"], "need no cache: for your photos, cache build recipe=finetune data.root=FOLDER"),
         (["build", "data.root=."], "type recipe=finetune, or data.name=imagefolder"),
         (["build", "recipe=nothing"], "nothing"),
@@ -116,15 +88,3 @@ def test_two_names_of_one_beginning(photos, built, where):
     command(["build", *words_for(photos, "data.cache_format=jpeg")])
     with pytest.raises(RecipeError, match=r"'photos'.*\bphotos-.*\bphotos-"):
         command(["delete", "photos", where])
-
-
-def test_a_cache_in_memory_of_a_run_that_was_killed_goes_with_the_next_look(photos, tmp_path):
-    words = words_for(photos, "data.cache=ram", f"output={tmp_path / 'run'}")
-    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:1"}).returncode != 0
-    recipe = load(None, *words)
-    home = homes.memory() / homes.name_of(recipe.data, Format("raw", 44, 3))
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and home.exists():  # its loader workers may have it a moment longer
-        homes.sweep()
-        time.sleep(0.1)
-    assert not home.exists()

@@ -1,19 +1,15 @@
 """Training from the cache is training from the photos: the same order, crops, flips and, stored whole, pixels."""
 
-import os
-import random
 import shutil
 from contextlib import ExitStack
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result, trainer
 from tests.data.photo_folders import opened, photo
 from trainer.data import open_datasets
-from trainer.data.cache import as_stored, cache_blocks, cached, cached_set, homes
-from trainer.data.cache.stored import CachedFolder, Format, pack
+from trainer.data.cache import as_stored, cache_blocks, cached
+from trainer.data.cache.stored import Format, pack
 from trainer.processes.resources import locate
 from trainer.recipe import load
 
@@ -58,12 +54,6 @@ def test_what_is_stored_whole_trains_alike(photos):
     assert "24 photos to" in first[2] and "whole" in second[2] and "cache:" not in plain[2]
 
 
-def test_in_memory_nothing_is_left(photos):
-    words = "data.cache=ram", "data.cache_size=50"
-    assert train(photos, "plain")[:2] == train(photos, "memory", *words)[:2]
-    assert not list(Path(homes.MEMORY, f"trainer-{os.getuid()}").glob("photos-*"))  # the folder too, if nobody has it
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["raw", "jpeg"])
 def test_killed_and_resumed_is_byte_equal(photos, layout):
@@ -85,16 +75,10 @@ def test_ranks_build_it_together_and_train_as_one(photos):
 
 
 @pytest.mark.slow
-def test_ranks_share_what_is_in_memory(photos):
-    words = "mode=ddp", "nproc=2", "data.cache_size=50"
-    assert train(photos, "memory", *words, "data.cache=ram")[0] == train(photos, "plain", "mode=ddp", "nproc=2")[0]
-
-
-@pytest.mark.slow
 def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
     words = "data.cache_format=raw", "data.cache_size=44", "save.every_steps=1"
     whole = train(photos, "whole", "data.cache=disk", *words)
-    for kind in ("off", "ram"):
+    for kind in ("off", "disk"):
         cut = words_for(photos, f"output={photos.parent / kind}", *words, "data.cache=disk")
         assert trainer(*cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
         assert train(photos, kind, *words, f"data.cache={kind}", "resume=auto")[:2] == whole[:2]
@@ -153,30 +137,6 @@ def test_auto_takes_what_there_is_room_for(photos, monkeypatch):
         sizes[layout] = sum(path.stat().st_size for path in blocks_of(photos.parent / "cache"))
         shutil.rmtree(photos.parent / "cache")
     assert sizes["jpeg"] < sizes["raw"]
-    found = []
-    for room in (sizes["raw"], (sizes["raw"] + sizes["jpeg"]) // 2, 10):
-        free = (room + cached_set.SPARE) / cached_set.FRACTION + 10
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        recipe = load(None, *words_for(photos, "data.cache=auto"))
-        with ExitStack() as closing:
-            after, settled = cached(data, recipe, locate(recipe), print, closing)
-        found.append((settled.data.cache, settled.data.cache_format))
-        assert isinstance(after.train, CachedFolder) == (settled.data.cache != "off")
-        shutil.rmtree(photos.parent / "cache")
-    assert found == [("disk", "raw"), ("disk", "jpeg"), ("off", None)]
-
-
-@pytest.mark.slow
-def test_a_continued_run_keeps_what_auto_chose(photos):
-    words = "data.cache=auto", "save.every_steps=1"
-    whole = train(photos, "whole", *words, "data.cache_format=jpeg")
-    shutil.rmtree(photos.parent / "cache")
-    cut = photos.parent / "cut"
-    words_cut = words_for(photos, f"output={cut}", *words, "data.cache_format=jpeg")
-    assert trainer(*words_cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
-    settled = load(str(cut / "recipe.yaml")).data
-    assert (settled.cache, settled.cache_format, settled.cache_size) == ("disk", "jpeg", 44)
-    assert train(photos, "cut", "data.cache=auto", "save.every_steps=1", "resume=auto")[:2] == whole[:2]
 
 
 def test_sets_that_lie_in_memory_need_none(photos):
@@ -202,39 +162,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(photos):
     assert "Traceback" not in done.stderr
 
 
-def test_any_damage_at_all(photos, full):
-    """Flips, cuts, growth and exchanged blocks: what is read is what was stored, or it is read from the photo."""
-    data = opened(photos, "data.image_size=44")
-    recipe = load(None, *words_for(photos, "data.cache=disk", "data.cache_size=30"))
-    drawn = random.Random(0)
-    with ExitStack() as closing:
-        after, _ = cached(data, recipe, locate(recipe), print, closing)
-    right = [after.train.read(index, 3)[0] for index in range(len(after.train))]
-    block = max(blocks_of(photos.parent / "cache"), key=lambda path: path.stat().st_size)
-    whole = block.read_bytes()
-    for _ in range(1000 if full else 30):
-        broken = bytearray(whole)
-        kind = drawn.choice(["flip", "cut", "grow", "zero", "swap"])
-        at = drawn.randrange(len(whole))
-        if kind == "flip":
-            broken[at] ^= 1 << drawn.randrange(8)
-        elif kind == "cut":
-            del broken[at:]
-        elif kind == "grow":
-            broken[at:at] = drawn.randbytes(drawn.randrange(1, 50))
-        elif kind == "zero":
-            broken[at : at + 4096] = bytes(len(broken[at : at + 4096]))
-        else:
-            other = drawn.randrange(len(whole))
-            broken[at : at + 100], broken[other : other + 100] = whole[other : other + 100], whole[at : at + 100]
-        block.write_bytes(broken)
-        index = drawn.randrange(len(right))
-        assert all((after.train.read(place, 3)[0] == right[place]).all() for place in {index, 0, len(right) - 1}), kind
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "auto"), ("ram", "ram")],
+    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "disk")],
 )
 def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
     (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")

@@ -16,6 +16,42 @@ from trainer.saving import locks
 HOW = Format("raw", 24, 3)
 
 
+def opened(photos):
+    data = DataRecipe(cache="disk", cache_dir=str(photos.parent / "cache"), root=str(photos))
+    return homes.opened(data, HOW, packing_of(photos))
+
+
+def test_what_one_uses_no_other_removes_and_alone_one_does(photos):
+    home, lock = opened(photos)
+    (home / f"{'0' * 32}{cache_blocks.SUFFIX}").touch()  # of photos that the second does not have
+    second, other = opened(photos)
+    assert second == home and len(list(home.glob(f"*{cache_blocks.SUFFIX}"))) == 1
+    os.close(lock)  # the second has it still
+    tried = locks.open_lock(home / homes.USED)
+    assert not locks.lock_alone(tried)
+    os.close(tried)
+    os.close(other)
+    os.close(opened(photos)[1])
+    assert not list(home.glob(f"*{cache_blocks.SUFFIX}"))
+
+
+def test_a_folder_of_somebody_else_may_be_read(photos, monkeypatch):
+    home, lock = opened(photos)
+    os.close(lock)
+    flags, real = [], os.open
+
+    def read_only(path, flag, *more, **named):
+        flags.append(flag)
+        if flag & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(path, flag, *more, **named)
+
+    monkeypatch.setattr(os, "open", read_only)
+    again, lock = opened(photos)
+    assert again == home and any(flag & os.O_RDWR for flag in flags)
+    os.close(lock)
+
+
 @pytest.fixture
 def photos(tmp_path):
     return photo_set(tmp_path / "photos", {"cat": 3})
@@ -25,38 +61,6 @@ def packing_of(root):
     return pack([PhotoFolder(root, [f"cat/{n}.jpg" for n in range(3)], np.zeros(3))], HOW)
 
 
-def opened(photos, kind="disk", **more):
-    data = DataRecipe(cache=kind, cache_dir=str(photos.parent / "cache"), root=str(photos), **more)
-    return homes.opened(data, HOW, packing_of(photos))
-
-
-@pytest.mark.parametrize("kind", ["disk", "ram"])
-def test_what_one_uses_no_other_removes(photos, kind):
-    first = opened(photos, kind)
-    (first.path / f"{'0' * 32}{cache_blocks.SUFFIX}").touch()  # of photos that the second does not have
-    second = opened(photos, kind)
-    homes.sweep()
-    assert second.path == first.path and len(list(first.path.glob(f"*{cache_blocks.SUFFIX}"))) == 1
-    first.close()  # the second has it still
-    homes.sweep()
-    assert second.path.is_dir()
-    lock = locks.open_lock(second.path / homes.USED)
-    assert not locks.lock_alone(lock)
-    os.close(lock)
-    second.close()
-    assert second.path.is_dir() == (kind == "disk")
-
-
-def test_alone_one_removes_what_lies_there_for_nothing(photos):
-    opened(photos).close()
-    home = opened(photos)
-    old = home.path / f"{'0' * 32}{cache_blocks.SUFFIX}"
-    old.touch()
-    home.close()
-    opened(photos).close()
-    assert not old.exists()
-
-
 def test_a_root_is_the_same_however_it_is_typed(photos, monkeypatch):
     (photos.parent / "link").symlink_to(photos)
     monkeypatch.chdir(photos.parent)
@@ -64,31 +68,6 @@ def test_a_root_is_the_same_however_it_is_typed(photos, monkeypatch):
     assert len({tuple(map(bytes, packing_of(root).keys)) for root in typed}) == 1
     names = [homes.name_of(DataRecipe(root=str(root)), HOW) for root in typed]
     assert len({*names}) == 1 and names[0] != homes.name_of(DataRecipe(root=str(photos), labels="a.csv"), HOW)
-
-
-def test_of_killed_processes_nothing_stays_in_memory(photos):
-    home = opened(photos, "ram")
-    os.close(home.lock)  # as the kernel does
-    homes.sweep()
-    assert not home.path.exists()
-
-
-def test_a_folder_of_somebody_else_may_be_read(photos, monkeypatch):
-    home = opened(photos)
-    home.close()
-    flags = []
-    real = os.open
-
-    def read_only(path, flag, *more, **named):
-        flags.append(flag)
-        if flag & os.O_RDWR:
-            raise PermissionError(13, "Permission denied")
-        return real(path, flag, *more, **named)
-
-    monkeypatch.setattr(os, "open", read_only)
-    again = opened(photos)
-    assert again.path == home.path and any(flag & os.O_RDWR for flag in flags)
-    again.close()
 
 
 def test_a_folder_that_is_a_file_is_one_line(photos):

@@ -9,7 +9,6 @@ from trainer.data.feeds import MemoryFeed, PhotoFeed, TensorFeed, readers_of
 from trainer.data.photos import copies
 from trainer.data.photos.copies import Copies
 from trainer.data.sets import Datasets, ImageSet
-from trainer.data.workers.worker_counts import Search
 from trainer.data.workers.worker_pool import InProcess
 from trainer.recipe import load
 
@@ -34,7 +33,7 @@ def feed(kind, *words):
         return TensorFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
-        return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, Search(0)), 0, 4, GPU)
+        return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, 0), 0, 4, GPU)
     return MemoryFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU, [])
 
 
@@ -127,7 +126,7 @@ def test_two_batches_are_in_flight_and_their_failures_are_their_own(broken):
     with simulated(1) as machine:
         recipe = load(None, "data.image_size=16", "data.on_error=skip")
         sets = Datasets("mine", Source(), Source(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
-        plain = readers_of(sets, [sets.train], 4, recipe, Search(0))
+        plain = readers_of(sets, [sets.train], 4, recipe, 0)
         readers = Ahead(plain._buffers, lambda _: plain._readers)
         feed, seen = PhotoFeed(readers, 0, 4, GPU), []
         for n, (images, labels) in enumerate(feed.training(0, np.arange(24).reshape(6, 4))):

@@ -1,6 +1,5 @@
 """An index is made once, and again where it does not fit."""
 
-import json
 import os
 import random
 import sys
@@ -38,7 +37,7 @@ def test_it_is_kept_as_it_is(shard, kept):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
-    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.others == {".txt": 1}
+    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.left == {".txt": 1}
     assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
 
 
@@ -124,9 +123,3 @@ tars.index(ShardFile.of(sys.argv[1]))
         assert read(path_of(shard), {}) is None
     assert made(shard)[1]
     assert [path.suffix for path in kept.iterdir()] == [".npz"]
-
-
-def test_its_facts_are_text(shard):
-    made(shard)
-    with np.load(path_of(shard)) as stored:
-        assert json.loads(stored["about"].tobytes())["path"] == os.fsdecode(shard.path)

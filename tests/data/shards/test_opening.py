@@ -1,6 +1,5 @@
 """Shards as they are published: what trains, what is held out, what classes are called, and what is wrong."""
 
-import json
 import os
 import pickle
 
@@ -28,7 +27,7 @@ def test_parts_by_the_names_of_shards(tmp_path):
     assert "val" in found.split and found.split_table is None
     assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
     assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
-    only = opened(tmp_path / "pets-train-{000000..000002}.tar")
+    only = opened(tmp_path / "pets-train-*.tar")
     assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
 
 
@@ -112,9 +111,6 @@ def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     [
         (None, "", ("0", "1", "2", "3")),
         ("classes.txt", "a\n\nb\nc\nd\ne\n", tuple("abcde")),
-        ("classes.json", '["a", "b", "c", "d"]', tuple("abcd")),
-        ("classes.json", '{"0": "a", "1": "b", "2": "c", "3": "d"}', tuple("abcd")),
-        ("classes.json", '{"b": 1, "a": 0, "c": 2, "d": 3}', tuple("abcd")),
     ],
 )
 def test_classes_that_are_numbers(tmp_path, name, text, wanted):
@@ -131,9 +127,7 @@ def test_classes_that_are_numbers(tmp_path, name, text, wanted):
     ("name", "text", "told"),
     [
         ("classes.txt", "a\nb\n", r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"),
-        ("classes.json", "{", "classes.json cannot be used"),
-        ("classes.json", '{"0": "a", "7": "b"}', "classes.json cannot be used"),
-        ("classes.json", "[1, 2]", "classes.json cannot be used"),
+        ("classes.json", "[]", "classes.json is not read: .*classes.txt"),
     ],
 )
 def test_lists_of_names_that_do_not_fit(tmp_path, name, text, told):
@@ -190,11 +184,6 @@ def test_a_class_that_nothing_trains(tmp_path):
     tarred(tmp_path / "val-0.tar", in_folders({"eel": 1}))
     with pytest.raises(SetupError, match="'eel'"):
         opened(tmp_path)
-
-
-def test_a_class_far_too_high(tmp_path):
-    with pytest.raises(SetupError, match="9" * 20):
-        opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"9" * 20), *with_classes([1])]))
 
 
 @pytest.mark.parametrize(
@@ -271,24 +260,6 @@ def test_images_are_those_of_folders(tmp_path):
         assert torch.equal(image, read_image(str(path), 3)) and found.classes[label] == path.parent.name
 
 
-def test_the_digest_tells_shards_with_other_images(tmp_path):
-    digests = set()
-    for n, members in enumerate((in_folders(PETS), in_folders({"cat": 5, "dog": 6}), in_folders({"cat": 5, "eel": 5}))):
-        digests.add(opened(tarred(tmp_path / str(n) / "train-0.tar", members)).train.digest())
-    same = opened(tarred(tmp_path / "elsewhere" / "train-0.tar", in_folders(PETS))).train.digest()
-    assert len(digests) == 3 and same in digests
-
-
 def test_without_data_root():
     with pytest.raises(SetupError, match=r"data\.name=shards.*type data\.root="):
         open_datasets(load(None, "data.name=shards"))
-
-
-def test_labels_of_json(tmp_path):
-    members = [
-        (f"{n}.{kind}", data)
-        for n in range(10)
-        for kind, data in (("jpg", jpeg(n)), ("json", json.dumps({"label": n % 2, "url": "x"}).encode()))
-    ]
-    found = opened(tarred(tmp_path / "a.tar", members))
-    assert found.classes == ("0", "1") and "ignored" not in found.notes

@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ LABELS = [n % 2 for n in range(25)]
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    shards.GROUPS.__init__()
+    shards._GROUPS.clear()
     shards.opened.cache_clear()
 
 
@@ -186,7 +185,7 @@ def test_a_shard_that_was_exchanged(tmp_path):
     path = parquet(tmp_path / "a.parquet", IMAGES, LABELS)
     source = opened(path).train
     os.utime(path, ns=(1, 1))
-    shards.GROUPS.__init__()
+    shards._GROUPS.clear()
     shards.opened.cache_clear()
     with pytest.raises(OSError, match=r"a\.parquet.* changed"):
         source.open(0, 3)
@@ -204,9 +203,3 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SetupError, match=r"\.parquet.*pip install pyarrow"):
         opened(path)
-
-
-def test_labels_are_kept_beside_the_rows(tmp_path):
-    index = shards.index(ShardFile.of(parquet(tmp_path / "a.parquet", IMAGES, LABELS, group=10)))
-    assert index.places[[0, 9, 10, 24]].tolist() == [[0, 0], [0, 9], [1, 0], [2, 4]]
-    assert np.array_equal([int(index.contents.texts[n]) for n in index.labels], LABELS)

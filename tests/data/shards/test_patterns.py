@@ -1,11 +1,11 @@
 """What data.root means, and which part a name says."""
 
+import re
 import shlex
-import subprocess
 
 import pytest
 
-from trainer.data.shards.patterns import braced, part_of, shards_of
+from trainer.data.shards.patterns import part_of, shards_of
 from trainer.errors import SetupError
 
 
@@ -24,10 +24,6 @@ def folder(tmp_path):
         ("/train/*.tar", ["train/a-000.tar", "train/a-001.tar"]),
         ("/*/*.tar", ["train/a-000.tar", "train/a-001.tar", "val/b-000.tar"]),
         ("/**/b*.tar", ["val/b-000.tar"]),
-        ("/train/a-{000..001}.tar", ["train/a-000.tar", "train/a-001.tar"]),
-        ("/train/a-{001..000}.tar", ["train/a-001.tar", "train/a-000.tar"]),
-        ("/{val,train}", ["val/b-000.tar", "train/a-000.tar", "train/a-001.tar"]),
-        ("/{train/a-000.tar,val/*,train/*.tar}", ["train/a-000.tar", "val/b-000.tar", "train/a-001.tar"]),
         ("/x [1].tar", ["x [1].tar"]),
     ],
 )
@@ -35,33 +31,18 @@ def test_what_data_root_means(folder, root, wanted):
     assert [str(path.relative_to(folder)) for path in shards_of(f"{folder}{root}")] == wanted
 
 
-def test_a_list_of_whole_paths(folder):
-    paths = [folder / "val" / "b-000.tar", folder / "train" / "a-000.tar"]
-    assert shards_of(f"{{{paths[0]},{paths[1]}}}") == paths
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a", "a{b}", "{a,b}c", "a{1..3}", "a{08..11}b", "{a,b}{1..2}", "{a,{b,c}d}", "{x}{a,b}", "a{3..1}", "a{b,}"],
-)
-def test_braces_are_those_of_a_shell(text):
-    shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True).stdout.splitlines()
-    assert sorted(braced(text)) == sorted(shell)
-
-
 @pytest.mark.parametrize(
     ("root", "told"),
     [
         ("/nothing", "names no shards: type a folder, file or pattern"),
         ("/*.parquet", "names no shards"),
-        ("/train/a-{000..003}.tar", r"2 of its shards are not there (.*a-002.tar, .*a-003.tar)"),
+        ("/train/a-{000..001}.tar", "* stands for"),
+        ("/[a.tar,b.tar]", "* stands for"),
         ("/notes.txt", "notes.txt is no shard"),
-        ("/{0..99999999}.tar", "more than 100,000 shards"),
-        ("/{0..9999}{0..9999}.tar", "more than 100,000 shards"),
     ],
 )
 def test_what_is_not_there(folder, root, told):
-    with pytest.raises(SetupError, match=told.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(SetupError, match=re.escape(told)):
         shards_of(f"{folder}{root}")
 
 

@@ -1,6 +1,5 @@
 """Processes that read ahead: the same batches however many there are, for training and evaluation together."""
 
-import json
 import multiprocessing
 import re
 import sys
@@ -16,11 +15,10 @@ from PIL import Image
 from torch.utils.data import get_worker_info
 
 from tests import warm
-from tests.command_line import BARE, QUIET, environment, ok, result
+from tests.command_line import BARE, QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
-from trainer.errors import PeerError, SetupError
-from trainer.processes.resources import cores
+from trainer.errors import PeerError
 from trainer.saving.weights import read_weights
 
 __all__ = ["loading"]  # the fixture
@@ -142,30 +140,6 @@ def test_failures_are_counted_when_their_batch_is_used(loading):
     assert loader.skipped == 2 * 4
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [[1, 4, 2, 1, 3], pytest.param([5, 1], marks=pytest.mark.full), pytest.param([1, 5], marks=pytest.mark.full)],
-)
-def test_any_number_of_workers_at_any_time(loading, counts):
-    inline = loading(photo_sets(120), *AUGMENT)
-    loader = loading(photo_sets(120), *AUGMENT, "data.workers=2")
-    turns = [0]
-
-    def changing():
-        turns[0] += 1
-        loader._search.count = counts[turns[0] % len(counts)]
-        return loader._search.count
-
-    loader._search.batch = changing
-    for number in range(2):
-        assert same(epoch(loader, number), epoch(inline, number))
-        assert alike(evaluated(loader, number + 1), evaluated(inline))
-    loader._search.count = 1
-    next(loader.training(2))
-    loader._train._readers._resize(1)
-    assert comes_true(lambda: evaluated(loader) and len(children()) == 1), "those that are too many leave"
-
-
 class Slow(Items):
     def __getitem__(self, index):
         time.sleep(0.2 if index % 5 == 0 else 0)
@@ -194,27 +168,6 @@ def test_a_users_data_set_knows_that_a_worker_reads_it(loading):
     for batches in (epoch(loader), [(batch.inputs, batch.targets) for batch in loader.evaluation()]):
         found = {int(t) for _, targets in batches for t in targets}
         assert found <= {121, 122} and found
-
-
-def test_who_looks_for_more_workers_goes_on_where_none_can_be_started(loading, monkeypatch):
-    def limited(words):
-        loader = loading(photo_sets(), words)
-        readers = loader._train._readers
-        start, loader._search.count = readers._start, 2
-
-        def once():
-            if readers._workers:
-                raise SetupError("no memory")
-            return start()
-
-        monkeypatch.setattr(readers, "_start", once)
-        return loader
-
-    loader = limited("data.workers=auto")
-    assert same(epoch(loader), epoch(loading(photo_sets())))
-    assert (loader.workers, loader._search.settled) == (1, True)
-    with pytest.raises(SetupError, match="no memory"):
-        epoch(limited("data.workers=2"))
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
@@ -246,7 +199,6 @@ def test_a_long_order_never_blocks_who_asks(loading):
 def test_memory_and_processes_are_told(loading):
     assert loading(photo_sets()).workers_in_words() is None
     assert re.match("2 processes .*5 batches .*0 MiB", loading(photo_sets(), "data.workers=2").workers_in_words())
-    assert "data.workers=auto measures" in loading(photo_sets(), "data.workers=auto").workers_in_words()
 
 
 @pytest.mark.slow
@@ -256,7 +208,7 @@ def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
     words = ["model.name=cnn", *photos, "batch_size=6", "epochs=2", "threads=1", "mode=single", *QUIET]
     words += BARE
     found = []
-    for number in ("0", "auto", "2", "null"):
+    for number in ("0", "2", "null"):
         ok(*words, f"data.workers={number}", f"output={tmp_path / number}")
         found.append(read_weights(tmp_path / number / "last.safetensors")[0])
     assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
@@ -291,21 +243,3 @@ def test_a_program_that_forgets_its_loader_ends(tmp_path):
     command = [sys.executable, str(tmp_path / "forgets.py")]
     done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
-
-
-@pytest.mark.slow
-def test_what_was_found_is_kept_in_the_run_folder(tmp_path):
-    """And a run that goes on there has it from its start."""
-    _photos(tmp_path / "set", copies=5)
-    (tmp_path / "soon.py").write_text("from trainer.data.workers import worker_counts\nworker_counts.SECONDS = 0.05\n")
-    photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
-    words = ["model.name=squeezenet1_1", *photos, "batch_size=6", "data.workers=auto", "threads=1", "mode=single"]
-    words += [*QUIET, "plugin=soon", "epochs=6", "save.every_epochs=6", f"output={tmp_path / 'run'}"]
-    ok(*words, cwd=tmp_path)
-    assert "data.workers=auto measures" in result(tmp_path / "run")["facts"]["readers"]
-    kept = json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"]
-    assert kept["count"] in range(1, 2 * cores() + 1) and kept["cores"] == cores() and kept["readers"] == 1
-    ok(*words, "resume=auto", cwd=tmp_path)
-    again = result(tmp_path / "run")["facts"]["readers"]
-    assert again.startswith(f"{kept['count']} process") and "measures" not in again
-    assert json.loads((tmp_path / "run" / "tuning.json").read_text())["workers"] == kept

@@ -25,7 +25,6 @@ from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import Prepared
 from trainer.data.cache.stored import Format, Packing, block_path, key_of, prepared
 from trainer.data.photos.decoding import reason
-from trainer.devices import host
 from trainer.errors import DiskFullError, PeerError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.resources import PHOTOS, keep_freed_memory
@@ -194,17 +193,14 @@ def _drafted(home: Path) -> int:
     return size
 
 
-def require_room(home: Path, needed: Estimate, how: Format, in_memory: bool) -> None:
+def require_room(home: Path, needed: Estimate, how: Format) -> None:
     """Raises DiskFullError."""
     free = shutil.disk_usage(home).free
-    if in_memory:
-        free = min(free, host.free_memory())
-    if needed.bytes + SPARE * (4 if in_memory else 1) > free:  # memory is for the run, too
+    if needed.bytes + SPARE > free:
         smaller = "data.cache_format=jpeg takes a tenth, " if how.layout == "raw" else ""
-        other = "data.cache=disk" if in_memory else "data.cache_dir=FOLDER on another disk"
         raise DiskFullError(
             f"the cache of {needed.photos:,} photos takes about {as_size(needed.bytes)}, and {home} has "
-            f"{as_size(free)} free: {smaller}{other}, or data.cache=off"
+            f"{as_size(free)} free: {smaller}data.cache_dir=FOLDER on another disk, or data.cache=off"
         )
 
 

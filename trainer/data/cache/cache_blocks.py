@@ -104,14 +104,6 @@ def count(path: str | Path) -> int:
     return first // ENTRY.itemsize if first % ENTRY.itemsize == 0 and first <= size else 0
 
 
-def verified(path: Path) -> int:
-    """The number of photos in a block, after their hashes are checked. Raises DamagedError."""
-    key, rows = bytes.fromhex(path.name.removesuffix(SUFFIX)), count(path)
-    if not rows:
-        raise DamagedError(path)
-    return sum(read(path, key, row) is not None for row in range(rows))
-
-
 def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
     done = 0
     while done < buffer.nbytes:

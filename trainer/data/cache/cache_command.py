@@ -1,4 +1,4 @@
-"""`python -m trainer cache`: lists, builds, verifies and deletes caches."""
+"""`python -m trainer cache`: lists, builds and deletes caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainer.saving import files, locks
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size
 
-USAGE = "type cache, cache build recipe=NAME data.root=FOLDER, cache verify NAME or cache delete NAME"
+USAGE = "type cache, cache build recipe=NAME data.root=FOLDER or cache delete NAME"
 BUILD = "cache build recipe=finetune data.root={}"
 HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
 
@@ -50,13 +50,10 @@ def command(words: Sequence[str]) -> int:
     unknown = [name for name in names if "=" in name or name.startswith("-")]
     if unknown:
         raise RecipeError(f"'{unknown[0]}' is not a word of cache {task}: {USAGE}")
-    homes.sweep()
     there = list(caches(options.get("data.cache_dir")))
     if task in ("list", "ls") and not names:
         print(table(there), end="")
         return 0
-    if task in ("verify", "check"):
-        return verify(chosen(there, names) if names else there)
     if task in ("delete", "rm", "remove"):
         if not names:
             raise RecipeError("cache delete needs names, as in cache delete NAME; cache lists them")
@@ -69,8 +66,6 @@ def build(words: Sequence[str]) -> int:
     """Build the cache of a recipe's photos, as training would."""
     options, rest = split_words(words, ("recipe",))
     recipe = load(options.get("recipe"), *rest)
-    if recipe.data.cache == "ram":
-        raise RecipeError("data.cache=ram lasts as long as a run, which builds it: use data.cache=disk")
     recipe = with_pretrained_input(recipe.replace(data__cache="disk"))
     data = open_datasets(recipe)
     alone = locate(load(None, "mode=single", "devices=[cpu]"))
@@ -84,12 +79,10 @@ def build(words: Sequence[str]) -> int:
 
 
 def caches(folder: str | None) -> Iterator[CacheFacts]:
-    """All caches in a folder; None: in the default one, and in memory."""
-    above = {homes.parent(DataRecipe(cache_dir=folder))}
-    if folder is None and os.path.isdir(homes.MEMORY):
-        above.add(homes.parent(DataRecipe(cache="ram")))
-    for parent in filter(Path.is_dir, sorted(above)):
-        yield from (facts(path) for path in sorted(parent.iterdir()) if (path / homes.ABOUT).is_file())
+    """All caches in a folder; None: in the default one."""
+    above = homes.parent(DataRecipe(cache_dir=folder))
+    if above.is_dir():
+        yield from (facts(path) for path in sorted(above.iterdir()) if (path / homes.ABOUT).is_file())
 
 
 def facts(path: Path) -> CacheFacts:
@@ -129,31 +122,6 @@ def chosen(there: Sequence[CacheFacts], names: Sequence[str]) -> list[CacheFacts
             raise RecipeError(f"'{name}' is {'several caches' if fitting else 'no cache'}: {known}")
         caches += fitting
     return caches
-
-
-def verify(listed: Sequence[CacheFacts]) -> int:
-    """Check every photo; damaged blocks are removed, and built again when the cache is next used.
-
-    Returns 3 where there were any, as the exit code.
-    """
-    worst = 0
-    for cache in listed:
-        right = damaged = 0
-        for path in sorted(cache.path.glob(f"*{cache_blocks.SUFFIX}")):
-            try:
-                right += cache_blocks.verified(path)
-            except FileNotFoundError:  # a run has just replaced it
-                continue
-            except (cache_blocks.DamagedError, ValueError, OSError):  # or the disk is damaged
-                damaged += 1
-                with suppress(OSError):
-                    path.unlink()
-        state = f"{damaged} damaged blocks removed: they are made anew when it is next used" if damaged else "no damage"
-        print(f"{cache.path.name}: {right:,} photos are right, {state}")
-        worst = max(worst, 3 * bool(damaged))
-    if not listed:
-        print("no caches")
-    return worst
 
 
 def delete(listed: Sequence[CacheFacts], yes: str | None) -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.cache import building, homes
-from trainer.data.cache.building import SPARE, estimate
 from trainer.data.cache.stored import CachedFolder, Format, Packing, pack
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
-from trainer.errors import RecipeError, TrainerError
+from trainer.errors import RecipeError
 from trainer.processes.rank import Place
 from trainer.processes.resources import cores
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.telemetry.readable import as_size
-
-AUTO = ("raw", "jpeg")  # the formats that data.cache=auto tries, in this order
-FRACTION = 0.5  # of a disk's free room that data.cache=auto takes
 
 Folders = tuple[EncodedPhotos, EncodedPhotos]  # for training, and held out
 
@@ -46,18 +42,11 @@ def cached(
     if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
         return as_stored(data, recipe), recipe  # a run that had a cache goes on with its pixels
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
-        if options.cache == "auto":
-            return data, recipe.replace(data__cache="off")
         raise RecipeError(
             f"data.cache={options.cache} is for photos in files or shards, and data.name={options.name} has none: "
             "set data.cache=off"
         )
     folders = data.train, data.val
-    if options.cache == "auto":
-        recipe = recipe.replace(**world.broadcast_object(_choice(world.gather(_fitting(folders, recipe, data)))))
-        if recipe.data.cache == "off":
-            say("  cache: off, the disk has no room for it")
-            return data, recipe
     how = _how(recipe, data, recipe.data.cache_format or "raw")
     home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), PATIENCE)
     train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
@@ -80,54 +69,20 @@ def _how(recipe: Recipe, data: Datasets, layout: str) -> Format:
     return Format(layout, size, data.channels, wanted_of(recipe.data))
 
 
-def _fitting(folders: Folders, recipe: Recipe, data: Datasets) -> int:
-    """The first of `AUTO` for which this machine's disk has room, or a cache; their number if none."""
-    for number, layout in enumerate(AUTO):
-        if recipe.data.cache_format in (None, layout):
-            how = _how(recipe, data, layout)
-            try:
-                with ExitStack() as closing:
-                    home, packing = _opened(folders, how, recipe, closing)
-                    needed = estimate(_absent(home, packing), how)
-            except TrainerError:  # a folder that cannot be written, or a disk that is full
-                continue
-            if needed.bytes + SPARE <= FRACTION * shutil.disk_usage(home).free or not needed.photos:
-                return number
-    return len(AUTO)
-
-
-def _choice(fitting: Sequence[int]) -> dict[str, str]:
-    """The recipe's keys for what fits on every machine."""
-    number = max(fitting, default=0)  # it is empty but on the first rank
-    return {"data__cache": "disk", "data__cache_format": AUTO[number]} if number < len(AUTO) else {"data__cache": "off"}
-
-
-def _opened(folders: Folders, how: Format, recipe: Recipe, closing: ExitStack) -> tuple[Path, Packing]:
-    """The folder of a cache, locked until `closing` is closed, and its blocks."""
-    packing = pack(folders, how)
-    home = homes.opened(recipe.data, how, packing)
-    closing.callback(home.close)
-    homes.sweep()
-    return home.path, packing
-
-
-def _absent(home: Path, packing: Packing) -> list[bytes]:
-    """The photos that the cache lacks."""
-    return [path for block in building.missing(packing, home) for path in packing.paths[block]]
-
-
 def _filled(
     folders: Folders, how: Format, recipe: Recipe, place: Place, say: Callable[[str], None], closing: ExitStack
 ) -> tuple[Path, Packing]:
     """A complete cache."""
-    home, packing = _opened(folders, how, recipe, closing)
-    needed = estimate(_absent(home, packing), how)
+    packing = pack(folders, how)
+    home, lock = homes.opened(recipe.data, how, packing)
+    closing.callback(os.close, lock)
+    absent = [path for block in building.missing(packing, home) for path in packing.paths[block]]
+    needed = building.estimate(absent, how)
     if not needed.photos:
         say(f"  cache: {home}, whole")
         return home, packing
-    building.require_room(home, needed, how, recipe.data.cache == "ram")
-    options = recipe.data.workers
-    workers = options if isinstance(options, int) and options else max(1, cores() // place.local_size)
+    building.require_room(home, needed, how)
+    workers = recipe.data.workers or max(1, cores() // place.local_size)
     say(f"  cache: {needed.photos:,} photos to {home}, about {as_size(needed.bytes)}")
     show = recipe.logging.progress and place.local_rank == 0
     building.build(packing, how, home, workers, show, recipe.timeout, place.local_size)

@@ -1,23 +1,18 @@
-"""The folders of caches, one for each set and format, on a disk or in memory.
+"""The folders of caches, one for each set and format.
 
-    <data.cache_dir>/<name of the set's folder>-<hash>/
-        about.json      which set, and the format
-        .used           locked by every process that reads there
-        <key>.block
-
-A cache in memory is removed with its last reader; what killed readers left there is removed by the next one.
+<data.cache_dir>/<name of the set's folder>-<hash>/
+    about.json      which set, and the format
+    .used           locked by every process that reads there
+    <key>.block
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -31,58 +26,34 @@ from trainer.saving import locks
 from trainer.saving.files import write_atomically
 
 ABOUT, USED = "about.json", ".used"
-MEMORY = "/dev/shm"
 
 
 def parent(data: DataRecipe) -> Path:
-    """The folder of all caches. Raises SetupError."""
-    if data.cache != "ram":
-        return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
-    if not os.path.isdir(MEMORY):
-        raise SetupError(f"data.cache=ram needs {MEMORY}, which this system lacks: use data.cache=disk")
-    return memory()
+    """The folder of all caches."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
 
 
-@dataclass
-class Home:
-    """The cache of one set, locked until `close`."""
-
-    path: Path
-    in_memory: bool
-    lock: int
-
-    def close(self) -> None:
-        if self.in_memory and locks.lock_alone(self.lock):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # there are other caches
-                self.path.parent.rmdir()
-        os.close(self.lock)
-
-
-def opened(data: DataRecipe, how: Format, packing: Packing) -> Home:
-    """The folder of the cache of data.root, created where there is none.
+def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
+    """The folder of the cache of data.root, created where there is none, and its lock, to be closed.
 
     Blocks that hold none of today's photos are removed, unless another process uses the cache. Raises SetupError,
     DiskFullError.
     """
     above = parent(data)
-    in_memory = data.cache == "ram"
     keep = {key.tobytes().hex() + cache_blocks.SUFFIX for key in packing.keys}
     path = above / name_of(data, how)
     try:
         lock = None
         while lock is None:
-            above.mkdir(parents=True, exist_ok=True, mode=0o700 if in_memory else 0o777)
-            if in_memory and (os.lstat(above).st_uid != os.getuid() or above.is_symlink()):
-                raise PermissionError(errno.EPERM, "it is another user's")
+            above.mkdir(parents=True, exist_ok=True)
             lock = _held(path, keep)
         _describe(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
     except TrainerError:
         raise
     except OSError as error:
-        other = "set data.cache=disk" if in_memory else "data.cache_dir=FOLDER chooses another folder"
-        raise SetupError(f"{above} cannot be written ({error.strerror or error}); {other}") from None
-    return Home(path, in_memory, lock)
+        why = error.strerror or error
+        raise SetupError(f"{above} cannot be written ({why}); data.cache_dir=FOLDER chooses another folder") from None
+    return path, lock
 
 
 def _held(path: Path, keep: Set[str]) -> int | None:
@@ -127,20 +98,3 @@ def name_of(data: DataRecipe, how: Format) -> str:
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]  # a pattern or a list may be long
     key = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
     return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
-
-
-def sweep() -> None:
-    """Remove the caches in memory that killed processes left."""
-    with suppress(OSError):
-        for path in memory().iterdir():
-            with suppress(OSError):
-                lock = locks.open_lock(path / USED)
-                if locks.lock_alone(lock):
-                    shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-        memory().rmdir()
-
-
-def memory() -> Path:
-    """The folder of this user's caches in memory."""
-    return Path(MEMORY, f"trainer-{os.getuid()}")

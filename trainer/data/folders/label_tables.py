@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,19 +17,7 @@ from trainer import tasks
 from trainer.data.class_names import class_names
 from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
-from trainer.data.folders.scanning import few
-from trainer.data.folders.table_names import (
-    Line,
-    Naming,
-    check_commas,
-    counts_rows,
-    is_index,
-    is_there,
-    missing,
-    naming,
-    read_lines,
-    unlisted,
-)
+from trainer.data.folders.scanning import LeftOut, few, images_below, listed
 from trainer.data.items import TARGETS
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
@@ -35,8 +25,8 @@ from trainer.recipe import DataRecipe, Recipe
 from trainer.tasks.task import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
+COLUMNS = ("\t", ",", ";")  # marks between columns: the first that the header holds; others may be in its cells
 SEPARATOR = ";"  # between the classes of an image
-OTHERS = {"|": "|", ",": "a comma", " ": "a blank"}  # in other programs' tables
 BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
 DIGITS = 10  # up to so many classes may have numbers as names
 
@@ -56,80 +46,95 @@ class Row(NamedTuple):
 
 
 class Table:
-    """A CSV with a header: one column is an image's path below data.root, `split` may say which set it is in. Raises
-    SetupError.
+    """A CSV with a header: a column with an image's path below data.root, the first unless the recipe says another;
+    `split` may say which set it is in; the others are its labels. Raises SetupError.
 
     Attributes:
         columns: the names of the others.
         train, val: its rows; where it is not `divided`, all of them train and none is held out.
         others: rows of a test part that is not held out.
-        notes: how it was read, where it is not as the guide describes it.
+        notes: what is left out of it.
     """
 
     def __init__(self, path: Path, root: Path, reads: Reads, data: DataRecipe, test: bool) -> None:
         """`test`: hold out that part."""
         self.path = path
-        header, lines, separator = read_lines(path)
-        self._decimals = separator != ","  # a comma may then stand before decimals: 1,72
-        image = self._columns(header, "image_column", data.image_column)
+        header, lines = read_lines(path)
+        (image,) = self._columns(header, "image_column", data.image_column or header[0])
         self._wanted = self._columns(header, "label_column", data.label_column)
-        named = naming(root, header, lines, image or range(len(header)))
-        notes = [named.note] if named.note else []
-        if is_there(root, named.path(header[named.column])):
-            notes.append("there is no header, line 1 names an image too")
-            lines = [Line(1, header), *lines]
-            header = [f"column {n + 1}" for n in range(len(header))]
-        taken = (named.column, *self._wanted)
+        taken = (image, *self._wanted)
         split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n not in taken), None)
-        labels = self._wanted or [n for n in range(len(header)) if n not in (split, named.column)]
-        may_count = not self._wanted and named.column and len(labels) > 1 and (reads == "class" or is_index(header[0]))
-        if may_count and split != 0 and counts_rows([line.cells[0] for line in lines]):
-            labels.remove(0)
-        if lines[0].number == 1 and reads != "class" and (reads == "values" or len(labels) > 1):
+        labels = self._wanted or [n for n in range(len(header)) if n not in (split, image)]
+        if image and not self._wanted and len(labels) > 1:
+            names = few([header[n] for n in labels], 6)
             raise SetupError(
-                f"{path}, line 1 names an image: put a header above it, such as file,{','.join('abc'[: len(labels)])}, "
-                "with the names of classes or values"
+                f"{path}: data.image_column={header[image]} is not the first column, and of {names} some may be no "
+                f"labels: add data.label_column={header[labels[-1]]}, or [A,B] for several"
             )
         self.columns = tuple(header[n] for n in labels)
-        lost = [line for line in lines if not is_there(root, named.path(line.cells[named.column]))]
-        if lost:
-            raise missing(path, root, lines, lost, named)
-        rows = self._rows(lines, named, split, labels, reads)
+        self._check_paths(root, header, lines, image)
+        rows = self._rows(lines, image, split, labels, reads)
         again = len(lines) - len(rows)
-        if again:
-            notes.append(f"{again} repeated line{'s' * (again > 1)} left out")
-        if others := unlisted(root, {row.file for _, row in rows}):
-            notes.append(others)
+        notes = [f"{again} repeated line{'s' * (again > 1)} left out"] if again else []
+        if beside := unlisted(root, {row.file for _, row in rows}):
+            notes.append(f"{beside:,} image{'s' * (beside > 1)} beside these in no line, and left out")
         self.notes = {"labels": "; ".join(notes)} if notes else {}
         self.divided = split is not None or any(part for part, _ in rows)
         self._divide(rows, test)
 
     def _columns(self, header: Sequence[str], key: str, names: str | Sequence[str] | None) -> list[int]:
         """The places of the columns that a key of the recipe names."""
-        known = [name.lower() for name in header]
         columns = []
         for name in [names] if isinstance(names, str) else names or []:
-            if name.lower() not in known:
+            if name not in header:
                 raise SetupError(f"data.{key}={name} is no column of {self.path}; its columns are {few(header, 6)}")
-            columns.append(header.index(name) if name in header else known.index(name.lower()))
+            columns.append(header.index(name))
         return columns
 
+    def _check_paths(
+        self, root: Path, header: Sequence[str], lines: Sequence[tuple[int, list[str]]], image: int
+    ) -> None:
+        """Refuse a table of which a row, or the header, names another thing than is meant."""
+        if (root / plain(header[image])).is_file():
+            raise SetupError(f"{self.path}, line 1 names an image: put a header above it, such as file,label")
+        lost = [(number, cells) for number, cells in lines if not (root / plain(cells[image])).is_file()]
+        if not lost:
+            return
+        number, cells = lost[0]
+        more = f" ({len(lost)} of {len(lines)} rows name images that are not)" if len(lost) > 1 else ""
+        start = f"{self.path}, line {number}: {root / plain(cells[image])} is not there{more}"
+        other = next((n for n, cell in enumerate(cells) if cell and (root / plain(cell)).is_file()), None)
+        if other is not None:
+            raise SetupError(f"{start}: data.image_column={header[other]} takes that column's paths")
+        example = next(images_below(str(root), LeftOut()), None)
+        if example is None:
+            raise SetupError(f"{start}: {root} holds no images that can be read here")
+        raise SetupError(
+            f"{start}: images are named by their whole paths below data.root={root}, such as {example}: correct the "
+            "line, or remove it"
+        )
+
     def _rows(
-        self, lines: Sequence[Line], named: Naming, split: int | None, labels: Sequence[int], reads: Reads
+        self,
+        lines: Sequence[tuple[int, list[str]]],
+        image: int,
+        split: int | None,
+        labels: Sequence[int],
+        reads: Reads,
     ) -> list[tuple[str | None, Row]]:
         """Its rows, each with the part that it is in; only training images may have several rows."""
         known: dict[str, tuple[str | None, Row]] = {}
         rows: list[tuple[str | None, Row]] = []
         for number, cells in lines:
-            image = named.path(cells[named.column])
-            part = part_named(cells[split] if split is not None else image.partition("/")[0])
-            row = Row(number, image, tuple(cells[n] for n in labels))
-            before, first = known.setdefault(image, (part, row))
+            file = plain(cells[image])
+            part = part_named(cells[split] if split is not None else file.partition("/")[0])
+            row = Row(number, file, tuple(cells[n] for n in labels))
+            before, first = known.setdefault(file, (part, row))
             if (before, first.cells) != (part, row.cells):
                 other = few(first.cells) if first.cells != row.cells else before or "no part"
                 advice = "write its classes in one line, as cat;dog" if reads == "classes" else "keep one of them"
                 raise SetupError(
-                    f"{self.path}, line {number}: {image} is there already (line {first.number}), as {other}: {advice}"
+                    f"{self.path}, line {number}: {file} is there already (line {first.number}), as {other}: {advice}"
                 )
             if first is row or part == "train":  # where a table does not divide them, copies might get into both parts
                 rows.append((part, row))
@@ -159,51 +164,36 @@ class Table:
         parts = (self.train, self.val)
         if reads == "class" and len(self.columns) == 1:
             named = class_names((row.cells[0] for row in self.train), (row.cells[0] for row in self.val))
-            names, self.notes = named.names, self.notes | named.notes
-            self._check_classes(names)
-            if SEPARATOR in "".join(names) and _shared(names, SEPARATOR):
-                several = next(name for name in names if SEPARATOR in name)
-                raise SetupError(f"{self.path}: '{several}' looks like several classes: add task.name=multilabel")
-            return tuple(names), [
+            self.notes |= named.notes
+            self._check_classes(named.names)
+            return tuple(named.names), [
                 np.array([self._place(row, row.cells[0], named.places) for row in rows], np.int64) for rows in parts
             ]
         cells = [row.cells[0] for row in (*self.train, *self.val)]
         if reads == "classes" and len(self.columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
-            self._check_separator(cells)
+            if other := next((cell for cell in cells for mark in "|," if mark in cell), None):
+                raise SetupError(
+                    f"{self.path}: '{other}': write {SEPARATOR} between classes, or a column of 0 and 1 each"
+                )
             cells += [row.cells[0] for row in self.others]  # the same classes, whichever part is held out
             named = class_names(name for cell in cells for name in _several(cell))
-            names, self.notes = named.names, self.notes | named.notes
-            matrices = [np.zeros((len(rows), len(names)), np.float32) for rows in parts]
+            self.notes |= named.notes
+            matrices = [np.zeros((len(rows), len(named.names)), np.float32) for rows in parts]
             for rows, targets in zip(parts, matrices, strict=True):
                 for n, row in enumerate(rows):
-                    for name in _several(row.cells[0]):
-                        targets[n, named.places[name]] = 1
-            return tuple(names), matrices
+                    targets[n, [named.places[name] for name in _several(row.cells[0])]] = 1
+            return tuple(named.names), matrices
         if reads in ("classes", "values") and self.columns:
-            for n, column in enumerate(self.columns if self._decimals else ()):
-                check_commas(self.path, column, ((row.number, row.cells[n]) for rows in parts for row in rows))
             return self.columns, [self._matrix(rows) for rows in parts]
         likely = next((name for name in self.columns if name.lower() in TARGETS), (*self.columns, "")[0])
         choose = f": data.label_column={likely} takes that" if likely else ""
         raise SetupError(f"{self.path} needs {WANTED[reads]}; its other columns are {few(self.columns, 6)}{choose}")
 
-    def _check_separator(self, cells: Sequence[str]) -> None:
-        """Refuse cells in which another mark than `;` separates the classes of an image."""
-        names = {cell for cell in cells if cell}
-        for mark, words in OTHERS.items():
-            first = next((cell for cell in cells if mark in cell), None)
-            if first is None or any(SEPARATOR in cell for cell in cells):
-                continue
-            parts = {part for name in names for part in name.split(mark)}
-            if mark == "|" or (mark == "," and _shared(names, mark)) or len(parts) < len(names):
-                meant = SEPARATOR.join(part.strip() for part in first.split(mark) if part.strip())
-                raise SetupError(
-                    f"{self.path}: '{first}' looks like several classes with {words} between them: write {meant}, or "
-                    "a column of 0 and 1 for each class"
-                )
-
     def _check_classes(self, names: Sequence[str]) -> None:
-        """Refuse numbers of which hardly any comes twice: they are values to be predicted, not classes."""
+        """Refuse several classes in a cell, and numbers of which hardly any comes twice: those are values to be
+        predicted, not classes."""
+        if several := next((name for name in names if SEPARATOR in name), None):
+            raise SetupError(f"{self.path}: '{several}' looks like several classes: add task.name=multilabel")
         measures = all(map(_is_number, names)) and (len(names) > DIGITS or not all(map(str.isdigit, names)))
         if measures and len(names) > len(self.train) / 2:
             raise SetupError(
@@ -213,26 +203,68 @@ class Table:
             )
 
     def _place(self, row: Row, name: str, places: Mapping[str, int]) -> int:
-        if not name:
-            raise SetupError(f"{self.path}, line {row.number}: {row.file} has no class")
-        if name not in places:
-            raise SetupError(f"{self.path}, line {row.number}: no training image has the class '{name}'")
-        return places[name]
+        if name in places and name:
+            return places[name]
+        what = f"no training image has the class '{name}'" if name else f"{row.file} has no class"
+        raise SetupError(f"{self.path}, line {row.number}: {what}")
 
     def _matrix(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([self._numbers(row) for row in rows], np.float32).reshape(len(rows), len(self.columns))
 
     def _numbers(self, row: Row) -> list[float]:
         try:
-            cells = [cell.replace(",", ".") if self._decimals else cell for cell in row.cells]
-            numbers = [BINARY[cell.lower()] if cell.lower() in BINARY else float(cell) for cell in cells]
+            numbers = [BINARY[cell.lower()] if cell.lower() in BINARY else float(cell) for cell in row.cells]
         except ValueError:
             numbers = [math.nan]
         if not all(map(math.isfinite, numbers)):
             some = len(row.cells) > 1 and not self._wanted
             choose = f"; data.label_column=[{','.join(self.columns[:2])}] takes only these columns" if some else ""
-            raise SetupError(f"{self.path}, line {row.number}: {few(row.cells)} are not all numbers{choose}")
+            commas = "; write a dot before decimals and nothing between thousands" * ("," in "".join(row.cells))
+            raise SetupError(f"{self.path}, line {row.number}: {few(row.cells)} are not all numbers{commas}{choose}")
         return numbers
+
+
+def read_lines(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """A table's header, and its lines that are not empty with their numbers. Raises SetupError."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        if "\0" in text[:1000]:
+            raise ValueError("it holds zero bytes")
+        start = text.lstrip("\r\n").partition("\n")[0]
+        mark = next((mark for mark in COLUMNS if mark in start), ",")
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True)
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
+    except OSError as error:
+        raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
+    except (ValueError, csv.Error) as error:
+        raise SetupError(
+            f"data.labels={path} cannot be read ({error}): save it as UTF-8 (Excel: Save As, CSV UTF-8)"
+        ) from None
+    if len(lines) < 2 or len(lines[0][1]) < 2:
+        raise SetupError(
+            f"data.labels={path} needs a header and rows with commas between their cells, such as file,label and "
+            "train/cat-1.jpg,cat below it"
+        )
+    header = lines[0][1]
+    for number, cells in lines[1:]:
+        if len(cells) != len(header):
+            several = "; classes of one image with ; between them need commas between columns" * (mark == SEPARATOR)
+            raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}{several}")
+    return header, lines[1:]
+
+
+def plain(cell: str) -> str:
+    """The path that a cell holds, also as Windows and `find .` write it."""
+    return os.path.normpath(cell.replace("\\", "/"))
+
+
+def unlisted(root: Path, files: Collection[str]) -> int:
+    """How many images a table does not name, in folders of which it names some."""
+    beside = 0
+    for folder in {os.path.dirname(file) for file in files}:
+        images = listed(root / folder, LeftOut(empty=False))[1]
+        beside += sum(os.path.join(folder, name) not in files for name in images)
+    return beside
 
 
 def open_table(recipe: Recipe, before: Before) -> Datasets:
@@ -260,12 +292,6 @@ def _is_number(cell: str) -> bool:
         return math.isfinite(float(cell))
     except ValueError:
         return False
-
-
-def _shared(names: Iterable[str], mark: str) -> bool:
-    """Whether a part of a name, between `mark`s, occurs in several names."""
-    parts = Counter(part.strip() for name in names for part in {*name.split(mark)} if part.strip())
-    return max(parts.values(), default=0) > 1
 
 
 def _several(cell: str) -> list[str]:

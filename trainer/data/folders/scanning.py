@@ -57,13 +57,15 @@ class LeftOut:
         suffix = os.path.splitext(name)[1]
         (self._kinds if suffix.lower() in NEEDS else self._others)[suffix or "without a suffix"] += 1
 
-    def inside(self, hidden: int, empty: int, links: int, others: Mapping[str, int]) -> None:
-        """Files in a shard; `others` by suffix."""
-        self.junk += ["in shards"] * hidden
-        self.empty += empty
-        self.links += links
-        for suffix, count in others.items():
-            (self._kinds if suffix in NEEDS else self._others)[suffix] += count
+    def inside(self, left: Mapping[str, int]) -> None:
+        """Files in a shard: hidden, empty and links, and others by suffix."""
+        for kind, count in left.items():
+            if kind == "hidden":
+                self.junk += ["in shards"] * count
+            elif kind in ("empty", "links"):
+                setattr(self, kind, getattr(self, kind) + count)
+            else:
+                (self._kinds if kind in NEEDS else self._others)[kind] += count
 
     def in_words(self) -> str:
         """In one line; empty where there are none."""

@@ -41,7 +41,6 @@ class Report(NamedTuple):
     failures: list[Unreadable]  # what could not be read
     end: bool = False  # whether the first of them ends training
     uncached: int = 0  # photos that the cache lacked
-    seconds: float = 0.0  # of reading
 
 
 def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,8 @@ from trainer.data.shards.indexes import ShardIndex
 from trainer.errors import SetupError
 from trainer.saving import files
 
-LISTS = ("classes.txt", "classes.json")  # beside the shards: the names of classes 0, 1, ...
-MOST = 2**20  # classes
-DIGITS = 100  # of a number: int() refuses thousands
+LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
+DIGITS = 7  # of a class's number
 
 
 class Classes(NamedTuple):
@@ -38,38 +36,40 @@ def classes_of(
 ) -> Classes:
     """The classes of all samples of the shards, one shard behind the other; those in no part do not count.
 
-    A list of names may lie in `root`. Where folders are classes these are the outermost ones: those below `depth`
-    folders, else below all that the images of a part share. Raises SetupError.
+    Where folders are classes these are the outermost ones: those below `depth` folders, else below all that the images
+    of a part share. Raises SetupError.
     """
-    depths, parts = None, (train, held_out)
+    depths = None
     texts, codes = _merged([index.contents.texts for index in indexes], [index.labels for index in indexes])
     by_part = [texts, texts]
     used = np.unique(codes[train | held_out])
     if not (codes >= 0).any():
         paths, codes = folders_of(indexes)
-        trained, tested = ([paths[code] for code in np.unique(codes[part])] for part in parts)
+        trained, tested = ([paths[code] for code in np.unique(codes[part])] for part in (train, held_out))
         # Of a single folder that is the class.
         first, other = (max(0, shared_depth(some) - (len(some) == 1)) for some in (trained, tested))
         first = first if depth is None else depth
         same = depth is not None or len({path[:first] for path in (*trained, *tested)}) == 1
         depths = first, first if same else other
-        by_part = [[path[at] if len(path) > at else "" for path in paths] for at in depths]
+        by_part = [["/".join(path[at : at + 1]) for path in paths] for at in depths]
         if all(part_named(by_part[0][code]) for code in np.unique(codes[train])):
             by_part = [["" for _ in paths]] * 2  # they are parts such as train, not classes
-    elif all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0].tolist()):
-        labels = _of([_number(root, text) for text in texts], codes)
+    elif all(re.fullmatch(r"-?\d+", texts[code]) for code in used[used >= 0]):
+        if long := next((text for text in texts if len(text) > DIGITS and text.isdecimal()), None):
+            raise SetupError(f"{root}: a sample's class is {long[:40]}, and classes are numbers from 0")
+        labels = _of([int(text) if text.isdecimal() else -1 for text in texts], codes)
         names, places, notes = merged(_names(root, indexes, labels[train | held_out]))
         return Classes(names, _of(places, labels), notes)
     here, there = (
-        {some[code] for code in np.unique(codes[part]).tolist() if code >= 0} - {""}
-        for some, part in zip(by_part, parts, strict=True)
+        {some[code] for code in np.unique(codes[part]) if code >= 0} - {""}
+        for some, part in zip(by_part, (train, held_out), strict=True)
     )
     named = class_names(here, there)
     odd = sorted(there - {*named.places})
     if odd and here:
         raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
     labels = np.full(len(codes), -1, np.int64)
-    for some, part in zip(by_part, parts, strict=True):
+    for some, part in zip(by_part, (train, held_out), strict=True):
         labels[part] = _of([named.places.get(text, -1) for text in some], codes)[part]
     return Classes(named.names, labels, named.notes, depths)
 
@@ -89,15 +89,6 @@ def parts_inside(indexes: Sequence[ShardIndex], texts: bool) -> tuple[Array, int
     return np.array([*parts, None], object)[codes], depth + 1
 
 
-def _number(root: Path, text: str) -> int:
-    """The number of a class; -1 of other text."""
-    if not re.fullmatch(r"\d+", text):
-        return -1
-    if len(text) > DIGITS or int(text) >= MOST:
-        raise SetupError(f"{root}: a sample's class is {text[:40]}, and classes are numbers from 0")
-    return int(text)
-
-
 def _merged(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
     """One table of texts, and all codes as places in it; -1 stays."""
     whole: dict[str, int] = {}
@@ -113,42 +104,24 @@ def _of(values: Sequence[int], codes: Array) -> Array:
 
 def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:
     """The names of classes that are numbers: from the shards, else from a list beside them, else the numbers."""
-    count = int(numbers.max(initial=-1)) + 1
+    count, where = int(numbers.max(initial=-1)) + 1, root
     lists = {tuple(index.contents.names) for index in indexes if index.contents.names}
     if len(lists) > 1:
         first, other = sorted(lists)[:2]
         raise SetupError(f"{root}: its shards name different classes: {few(first)} in some and {few(other)} in others")
-    where = str(root)
     names = list(next(iter(lists), ()))
-    if not names:
-        path = next((root / name for name in LISTS if (root / name).is_file()), None)
-        if path is None:
-            if strange := sparse(numbers):
-                raise SetupError(f"{root}: {strange}; correct it, or name all classes in classes.txt, one a line")
-            return [str(number) for number in range(count)]
-        where, names = str(path), listed(path)
+    if not names and (root / LIST).is_file():
+        where = root / LIST
+        try:
+            names = [line.strip() for line in files.read(where).decode().splitlines() if line.strip()]
+        except (OSError, UnicodeError) as error:
+            raise SetupError(f"{where} cannot be read ({error}): write one name a line, as UTF-8") from None
+    elif not names:
+        if strange := sparse(numbers):
+            raise SetupError(f"{root}: {strange}; correct it, or name all classes in {LIST}, one a line")
+        if (root / "classes.json").is_file():
+            raise SetupError(f"{root / 'classes.json'} is not read: write its names into {LIST} there, one a line")
+        return [str(number) for number in range(count)]
     if len(names) < count:
         raise SetupError(f"{where} names {len(names)} classes ({few(names)}), and a sample has the class {count - 1}")
     return names
-
-
-def listed(path: Path) -> list[str]:
-    """The names in classes.txt, one a line, or in classes.json, a list or by numbers. Raises SetupError."""
-    try:
-        if path.suffix == ".txt":
-            return [line.strip() for line in files.read(path).decode().splitlines() if line.strip()]
-        names = json.loads(files.read(path))
-        if isinstance(names, dict):
-            by_number = all(isinstance(name, str) for name in names.values())
-            numbered = (
-                {int(key): value for key, value in names.items()}
-                if by_number
-                else {int(value): key for key, value in names.items()}
-            )
-            names = [numbered[number] for number in range(len(numbered))]
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("it holds no list of names")
-        return names
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        why = files.why(error) if isinstance(error, OSError) else "no list of names"
-        raise SetupError(f"{path} cannot be used ({why}): write one name a line in classes.txt") from None

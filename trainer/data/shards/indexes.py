@@ -2,9 +2,8 @@
 
 Reading a shard later gives the same bytes, or raises. A process keeps the last `OPEN` that it reads from open.
 
-The file's name is a hash of the shard's path, and it says which size and time the shard had: where the shard has
-changed, or the file is damaged, the index is made anew. A process that is killed while writing leaves a draft, which
-the next one overwrites.
+The index's file is named by the shard's path and says which size and time that had: where the shard has changed, or the
+file is damaged, it is made anew. A process that is killed while writing leaves a draft, which the next one overwrites.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from trainer.saving import locks
 
 Bytes = npt.NDArray[np.uint8]
 OPEN = 64  # shards that a process holds open
-VERSION = 2  # counts up when the contents change
+VERSION = 3  # counts up when the contents change
 FOLDER = "shards"
-ARRAYS = {"names": "uint8", "ends": "int64", "places": "int64", "labels": "int32", "folders": "int32"}
+ARRAYS = ("names", "places", "labels", "folders")
 
 
 class ShardFile(NamedTuple):
@@ -94,11 +93,7 @@ class Contents:
     texts: list[str]  # its classes as it writes them
     names: list[str] | None = None  # the names of all classes, where it has them; `texts` are then their numbers
     below: list[str] = field(default_factory=lambda: [""])  # folders within it that hold images
-    hidden: int = 0  # how many files of other programs
-    empty: int = 0  # how many images of no bytes
-    links: int = 0
-    # how many files that are not images, or cannot be read, by suffix
-    others: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)  # how many files are not read: hidden, empty, links, by suffix
     # samples that are left out, by reason: how many, and the first one's name
     wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
     broken: str = ""  # why it could not be read to its end; empty where it was
@@ -109,15 +104,14 @@ class Contents:
 class ShardIndex:
     """The samples of a shard."""
 
-    names: Array  # of all samples, concatenated, as bytes
-    ends: Array  # where each name ends
+    names: Array  # of all samples, each with a zero byte behind it
     places: Array  # (samples, 2) int64, where a sample's image is, as its kind of shard counts
     labels: Array  # (samples,) int32, a sample's class as a place in `contents.texts`; -1 for none
     folders: Array  # (samples,) int32, places in `contents.below`
     contents: Contents
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.labels)
 
     @classmethod
     def of(
@@ -128,15 +122,13 @@ class ShardIndex:
         folders: Iterable[int],
         contents: Contents,
     ) -> ShardIndex:
-        listed = list(names)
-        return cls(
-            np.frombuffer(b"".join(listed), np.uint8),
-            np.cumsum([len(name) for name in listed], dtype=np.int64),
-            np.array(list(places), np.int64).reshape(-1, 2),
-            np.fromiter(labels, np.int32),
-            np.fromiter(folders, np.int32),
-            contents,
-        )
+        joined = np.frombuffer(b"".join(name + b"\0" for name in names), np.uint8)
+        where = np.array(list(places), np.int64).reshape(-1, 2)
+        return cls(joined, where, np.fromiter(labels, np.int32), np.fromiter(folders, np.int32), contents)
+
+    def listed(self) -> list[str]:
+        """The names of all samples."""
+        return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")[:-1]]
 
 
 def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) -> ShardIndex:
@@ -163,33 +155,23 @@ def path_of(shard: ShardFile) -> Path:
 
 def read(path: Path, about: Mapping[str, Any]) -> ShardIndex | None:
     """An index; None where there is none, one of another shard, or a damaged one."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:  # a zip, with checksums
-            facts = json.loads(stored["about"].tobytes())
-            if {key: facts.get(key) for key in about} != dict(about):
-                return None
-            arrays = {key: stored[key] for key in ARRAYS}
-        contents = facts["found"]
-        names = contents.pop("told")
-        wrong = {key: (count, name) for key, (count, name) in contents.pop("wrong").items()}
-        index = ShardIndex(**arrays, contents=Contents(**contents, names=names, wrong=wrong))
-    except Exception:  # reading a damaged file raises anything at all
-        return None
-    same = all(arrays[key].dtype == kind for key, kind in ARRAYS.items())
-    same &= all(len(arrays[key]) == len(index) for key in ("places", "labels", "folders"))
-    return index if same else None
+    # Reading a damaged one raises anything at all; it is a zip, with checksums.
+    with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        facts = json.loads(stored["about"].tobytes())
+        contents = facts.pop("contents")
+        contents["wrong"] = {why: (count, name) for why, (count, name) in contents["wrong"].items()}
+        if facts == about:
+            return ShardIndex(**{key: stored[key] for key in ARRAYS}, contents=Contents(**contents))
+    return None
 
 
 def write(path: Path, about: Mapping[str, Any], index: ShardIndex) -> None:
     """Write an index, unless another process is writing it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
-    contents = asdict(index.contents)
-    contents["told"] = contents.pop("names")
-    facts = json.dumps({**about, "found": contents}).encode()
-    arrays = {key: getattr(index, key) for key in ARRAYS}
+    facts = json.dumps({**about, "contents": asdict(index.contents)}).encode()
     with locks.claimed(draft) as file:
         if file is not None:
-            np.savez(file, about=np.frombuffer(facts, np.uint8), **arrays)
+            np.savez(file, about=np.frombuffer(facts, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
             file.flush()
             os.replace(draft, path)

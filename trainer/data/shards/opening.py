@@ -135,7 +135,11 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)
     if isinstance(data.train, ImageSet) or recipe.data.cache != "off":
         return data
-    return replace(data, notes={**data.notes, **_slow(indexes)})
+    costs = [index.contents.note for index in indexes if index.contents.note]
+    if not costs:
+        return data
+    slow = f"each photo is read with its row group, {costs[0]}: data.cache=disk does so once and for all"
+    return replace(data, notes={**data.notes, "parquet": slow})
 
 
 def split_of(parts: set[str], root: str, test: bool, most: int) -> tuple[ShardSplit, dict[str, str]]:
@@ -152,22 +156,19 @@ def split_of(parts: set[str], root: str, test: bool, most: int) -> tuple[ShardSp
 
 def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
     """The shards and their indexes, which are made where there are none. Raises SetupError."""
-    indexes: dict[int, tuple[ShardFile, ShardIndex]] = {}
     printed, prints = time.monotonic(), place().local_rank == 0
-    with ThreadPoolExecutor(min(THREADS, len(paths))) as pool:
-        order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
-        waiting = {pool.submit(_index, paths[row]): row for row in order}
-        try:
-            for done in as_completed(waiting):
-                indexes[waiting[done]] = done.result()
-                if prints and time.monotonic() - printed > PROGRESS:
-                    printed = time.monotonic()
-                    print(f"  shards: indexed {len(indexes):,} of {len(paths):,}, once for all runs", flush=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    rows = [indexes[row] for row in range(len(paths))]
-    return [shard for shard, _ in rows], [index for _, index in rows]
+    order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
+    pool = ThreadPoolExecutor(min(THREADS, len(paths)))
+    try:
+        waiting = {row: pool.submit(_index, paths[row]) for row in order}
+        for done, _ in enumerate(as_completed(waiting.values()), 1):
+            if prints and time.monotonic() - printed > PROGRESS:
+                printed = time.monotonic()
+                print(f"  shards: indexed {done:,} of {len(paths):,}, once for all runs", flush=True)
+        shards, indexes = zip(*(waiting[row].result() for row in range(len(paths))), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [*shards], [*indexes]
 
 
 def _index(path: str) -> tuple[ShardFile, ShardIndex]:
@@ -186,18 +187,12 @@ def _photos(
 ) -> ShardPhotos:
     """All samples of all shards."""
 
-    def each() -> Iterator[str]:
-        for name, index in zip(names, indexes, strict=True):
-            whole, start = index.names.tobytes(), 0
-            for end in index.ends.tolist():
-                yield f"{name}/{os.fsdecode(whole[start:end])}"
-                start = end
-
+    listed = (f"{name}/{each}" for name, index in zip(names, indexes, strict=True) for each in index.listed())
     kinds = [KINDS.get(os.path.splitext(name)[1], tars).KIND for name in names]
     begins = [in_shard(shard, kind) for shard, kind in zip(shards, kinds, strict=True)]
     rows = np.repeat(np.arange(len(shards), dtype=np.int32), [len(index) for index in indexes])
     places = np.concatenate([np.empty((0, 2), np.int64), *(index.places for index in indexes)])
-    return ShardPhotos(root, each(), classes.labels, begins, rows, places)
+    return ShardPhotos(root, listed, classes.labels, begins, rows, places)
 
 
 def _notes(
@@ -212,7 +207,7 @@ def _notes(
     left, wrong = LeftOut(empty=False), list[str]()
     for shard, index in zip(shards, indexes, strict=True):
         contents = index.contents
-        left.inside(contents.hidden, contents.empty, contents.links, contents.others)
+        left.inside(contents.left)
         if contents.broken:
             wrong.append(f"{shard}: {contents.broken}; {len(index):,} samples before that are whole")
         wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in contents.wrong.items()]
@@ -244,14 +239,6 @@ def _check(recipe: Recipe, root: Path, classes: Classes, train: Array, notes: di
         )
     if len(classes.names) == 1:
         raise SetupError(f"{root} holds one class, '{classes.names[0]}', and a classifier tells classes apart")
-
-
-def _slow(indexes: Sequence[ShardIndex]) -> dict[str, str]:
-    """A note about shards in which reading one image means reading many."""
-    costs = [index.contents.note for index in indexes if index.contents.note]
-    if not costs:
-        return {}
-    return {"parquet": f"each photo is read with its row group, {costs[0]}: data.cache=disk does so once and for all"}
 
 
 def exist(root: str) -> bool:

@@ -36,7 +36,7 @@ def index(shard: ShardFile) -> ShardIndex:
 
 def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
     """An image's bytes, of a row of a row group. Raises OSError, ValueError."""
-    value = GROUPS.of(shard, group)[row].as_buffer()
+    value = images_of(shard, group)[row].as_buffer()
     if value is None:
         raise ValueError("the row holds no image's bytes")
     if value.size > LARGEST:
@@ -68,36 +68,32 @@ def look(shard: ShardFile) -> ShardIndex:
                 f"({', '.join(TARGETS[:2])}; whole numbers or text); its columns are {columns}"
             )
         column = table.read([label], use_threads=False).column(0)
-        column = column.cast(_plain(column.type))
+        labels = column.cast(_plain(column.type)).to_pylist()
     except SetupError:
         raise
     except Exception as error:  # pyarrow raises anything at all for a damaged file
         return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
-    if sum(_bytes(group, image) for group in groups) < SMALLEST * len(column) and _is_empty(table, image):
+    sizes = [_bytes(group, image) for group in groups]
+    if sum(sizes) < SMALLEST * len(labels) and all(
+        column.null_count == len(column) for column in (_images(table, n, image) for n in range(len(groups)))
+    ):
         raise SetupError(
             f"{shard}: its column {image} holds no bytes, perhaps paths: write the images' bytes there, or type "
             "data.name=imagefolder data.root=FOLDER"
         )
-    largest = max((_bytes(group, image) for group in groups), default=0)
+    largest = max(sizes, default=0)
     if largest > GROUP:
         raise SetupError(
             f"{shard}: a row group holds {as_size(largest)} of images, and is read as a whole: write it anew with "
             "fewer rows a group (row_group_size=100 of pyarrow.parquet.write_table)"
         )
-    column = column.combine_chunks().dictionary_encode()
-    column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
-    texts = [str(text).strip() for text in column.dictionary.to_pylist()]
-    labels = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    texts: dict[str, int] = {}
+    codes = [-1 if each is None else texts.setdefault(str(each).strip(), len(texts)) for each in labels]
     rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
     most = max((group.num_rows for group in groups), default=0)
     note = f"{most:,} rows of {as_size(largest)}" if most > 1 else ""
-    contents = Contents(texts, names_in_schema(schema, label), note=note)
-    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, labels, [0] * len(rows), contents)
-
-
-def _is_empty(table: Any, image: str) -> bool:
-    groups = (_images(table, n, image) for n in range(table.num_row_groups))
-    return all(column.null_count == len(column) for column in groups)
+    contents = Contents([*texts], names_in_schema(schema, label), note=note)
+    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, codes, [0] * len(rows), contents)
 
 
 def _images(table: Any, group: int, image: str) -> Any:
@@ -136,13 +132,12 @@ def image_column(schema: Any) -> str | None:
 
 def label_column(schema: Any) -> str | None:
     """The column with a class for each image: a whole number, or its name."""
-
-    def is_class(kind: Any) -> bool:
-        types = pyarrow().types
-        return bool(types.is_integer(kind) or types.is_boolean(kind) or str(kind) in TEXT)
-
-    names = (name for name in TARGETS if name in schema.names)
-    return next((name for name in names if is_class(_plain(schema.field(name).type))), None)
+    types = pyarrow().types
+    for name in (name for name in TARGETS if name in schema.names):
+        kind = _plain(schema.field(name).type)
+        if types.is_integer(kind) or types.is_boolean(kind) or str(kind) in TEXT:
+            return name
+    return None
 
 
 def _plain(kind: Any) -> Any:
@@ -160,27 +155,18 @@ def names_in_schema(schema: Any, label: str) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) and names else None
 
 
-class RowGroups:
-    """The images of the row groups that were read last."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[ShardFile, int], Any] = OrderedDict()
-
-    def of(self, shard: ShardFile, group: int) -> Any:
-        """An array of pyarrow's, of bytes.
-
-        Raises whatever reading raises.
-        """
-        key = shard, group
-        with self._lock:
-            if key not in self._kept:
-                file = opened(shard)
-                self._kept[key] = _images(file, group, str(image_column(file.schema_arrow)))
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > KEPT:
-                self._kept.popitem(last=False)
-            return self._kept[key]
+_LOCK = threading.Lock()
+_GROUPS: OrderedDict[tuple[ShardFile, int], Any] = OrderedDict()  # arrays of pyarrow's, of those that were read last
 
 
-GROUPS = RowGroups()
+def images_of(shard: ShardFile, group: int) -> Any:
+    """The images of a row group, an array of bytes. Raises whatever reading raises."""
+    key = shard, group
+    with _LOCK:
+        if key not in _GROUPS:
+            file = opened(shard)
+            _GROUPS[key] = _images(file, group, str(image_column(file.schema_arrow)))
+        _GROUPS.move_to_end(key)
+        while len(_GROUPS) > 1 and sum(column.nbytes for column in _GROUPS.values()) > KEPT:
+            _GROUPS.popitem(last=False)
+        return _GROUPS[key]

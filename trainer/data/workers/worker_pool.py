@@ -18,7 +18,7 @@ import torch
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.photo_reader import Key, Report
 from trainer.data.sets import PhotoSource
-from trainer.data.workers.worker_counts import PREFETCH, Search, slots
+from trainer.data.workers.worker_counts import PREFETCH, slots
 from trainer.data.workers.worker_process import MESSAGE, Buffers, Filled, Readers, serve
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
@@ -86,14 +86,13 @@ class Workers:
         sources: Sequence[PhotoSource],
         allocate: Callable[[int], Buffers],
         readers: Readers,
-        search: Search,
+        count: int,
         timeout: float,
     ) -> None:
-        """`allocate` makes buffers of so many slots; `search` says how many processes there are."""
+        """`allocate` makes buffers of so many slots; `count` is the number of processes."""
         self._sources, self._allocate, self._readers = sources, allocate, readers
-        self.search, self._timeout = search, timeout
+        self.count, self._timeout = count, timeout
         self._workers: list[Worker] = []
-        self._leaving: list[Worker] = []  # they finish their requests and get no more
         self._processes: list[BaseProcess] = []
         self._asked: deque[Request] = deque()  # in the order in which they are wanted
         self._todo: deque[Key] = deque()  # not asked for yet
@@ -109,7 +108,6 @@ class Workers:
             RecipeError, SetupError: none can be started.
         """
         self._turn += 1
-        self.search.pause()
         known = len(self._asked) <= len(keys) and all(
             request.key[:2] == key[:2] and np.array_equal(request.key[2], key[2])
             for request, key in zip(self._asked, keys, strict=False)
@@ -135,13 +133,13 @@ class Workers:
         self._turn += 1
         self._drop()
         self._todo.clear()
-        for worker in [*self._workers, *self._leaving]:
+        for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + 2 * POLL
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self._processes)
-        for rest in (self._workers, self._leaving, self._processes):
+        for rest in (self._workers, self._processes):
             rest.clear()
 
     def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
@@ -158,8 +156,6 @@ class Workers:
                     yield Filled(worker.buffers.inputs[slot], worker.buffers.labels[slot], request.report)
                 finally:
                     worker.free.append(slot)
-                if key[1] is not None and turn == self._turn:  # evaluation is faster than training
-                    self._resize(self.search.batch())
         except GeneratorExit:
             if turn == self._turn and left:  # else all have been used, and what is asked for was prefetched
                 self._drop()
@@ -180,9 +176,7 @@ class Workers:
             if waited >= self._timeout:
                 raise PeerError(self._late(key))
             self._listen(min(POLL, self._timeout - waited))
-            seconds = time.perf_counter() - start
-            self.search.waited += seconds
-            waited += min(seconds, 2 * POLL)
+            waited += min(time.perf_counter() - start, 2 * POLL)
 
     def _fill(self) -> None:
         while self._todo and (worker := self._idlest()) is not None:
@@ -190,16 +184,14 @@ class Workers:
 
     def _idlest(self) -> Worker | None:
         """The worker for the next request: a new one before any has two requests. None: all have enough."""
-        if len(self._workers) < self.search.count and all(worker.requests for worker in self._workers):
-            self._grow()
+        if len(self._workers) < self.count and all(worker.requests for worker in self._workers):
+            self._workers.append(self._start())
         able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
         return min(able, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
         """Receive what workers have answered, or wait so long for it."""
-        busy: dict[Any, Worker] = {
-            worker.connection: worker for worker in [*self._workers, *self._leaving] if worker.requests
-        }
+        busy: dict[Any, Worker] = {worker.connection: worker for worker in self._workers if worker.requests}
         for connection in wait(list(busy), seconds):
             worker = busy[connection]
             try:
@@ -208,12 +200,8 @@ class Workers:
                 raise PeerError(self._died(worker)) from None
             request = worker.requests.popleft()
             request.report = report
-            self.search.read += report.seconds
             if not request.wanted:
                 worker.free.append(request.slot)
-        for worker in [worker for worker in self._leaving if not worker.requests]:
-            worker.connection.close()
-            self._leaving.remove(worker)
 
     def _drop(self) -> None:
         """Drop the requests: their slots are free once they have been read."""
@@ -223,26 +211,13 @@ class Workers:
                 request.worker.free.append(request.slot)
         self._asked.clear()
 
-    def _resize(self, count: int) -> None:
-        self._leaving += self._workers[count:]
-        del self._workers[count:]
-
-    def _grow(self) -> None:
-        """Start one more; where that fails in a search, the number that there is stays."""
-        try:
-            self._workers.append(self._start())
-        except SetupError:
-            if not self._workers or not self.search.searches:
-                raise
-            self.search.settle(len(self._workers))
-
     def _start(self) -> Worker:
         number = len(self._workers)
         try:
             context = fork_server.context("torchvision", "trainer.data.photos.photo_reader")
             buffers = self._allocate(slots(number + 1) - slots(number) if number else slots(1))
             ours, theirs = context.Pipe()
-            info = {"id": number, "num_workers": self.search.count}
+            info = {"id": number, "num_workers": self.count}
             process = context.Process(
                 target=serve, args=(theirs, self._readers(buffers), buffers.order, info), daemon=True
             )
@@ -261,7 +236,7 @@ class Workers:
             raise PeerError("the process that loader workers are forked from was killed") from None
         except (OSError, RuntimeError) as error:  # RuntimeError: torch cannot share memory
             raise SetupError(
-                f"loader worker {number + 1} of {self.search.count} cannot be started ({reason(error)}); "
+                f"loader worker {number + 1} of {self.count} cannot be started ({reason(error)}); "
                 "use fewer data.workers (data.workers=0 needs none)"
             ) from None
         theirs.close()
@@ -282,7 +257,7 @@ class Workers:
         return self._failure(worker.requests[0].key, f"{', '.join(pids)} died (killed, or out of memory)")
 
     def _late(self, key: Key) -> str:
-        busy = [worker for worker in [*self._leaving, *self._workers] if worker.requests]
+        busy = [worker for worker in self._workers if worker.requests]
         worker = self._asked[0].worker if self._asked else busy[0]
         return self._failure(key, f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds")
 

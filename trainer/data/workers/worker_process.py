@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -69,8 +68,6 @@ def serve(connection: Connection, readers: Sequence[Reader], order: Tensor, info
             part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
             torch_worker._worker_info = infos[part]  # for a user's data set that asks get_worker_info()
             index = order[slot, :count].numpy().copy()
-            start = time.perf_counter()
-            report = readers[part].fill(slot, None if epoch < 0 else epoch, index)
-            connection.send(report._replace(seconds=time.perf_counter() - start))
+            connection.send(readers[part].fill(slot, None if epoch < 0 else epoch, index))
         except (EOFError, OSError):
             return

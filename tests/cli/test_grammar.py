@@ -120,7 +120,7 @@ TOLD = {
     "resume": "recipe=RUN output=RUN resume=auto",
     "onnx": "export RUN format=onnx",
     "onnx runs/x": "export runs/x format=onnx",
-    "torchscript": "export RUN format=torchscript",
+    "torchscript": "export RUN format=exported_program",
     "-m trainer": "recipe=digits",
     "-m trainer plan recipe=digits": "plan recipe=digits",
     ".\\\\launch.sh recipe=digits": "recipe=digits",

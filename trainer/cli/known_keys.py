@@ -23,8 +23,7 @@ _TYPED = {
     "sweep recipe=digits optimizer.lr=[0.01,0.1]": "tune search multirun",
     "plan recipe=digits": "estimate dry-run dryrun dry_run memory simulate planning",
     "export RUN format=onnx": "convert onnx deploy",
-    "export RUN format=torchscript": "torchscript jit trace",
-    "export RUN format=safetensors": "safetensors",
+    "export RUN format=exported_program": "torchscript jit trace",
     "runs": "logs history results experiments",
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
     "prove": "proof verify selftest self-test burnin burn-in health acceptance certify",
@@ -96,7 +95,7 @@ WANTS: dict[str, tuple[str, ...]] = {
     "predict": ("photo.jpg",),
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least
-EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what export's format= can be
+EXPORTS = ("onnx", "exported_program")  # what export's format= can be
 FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from", "measured")  # hold paths
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from trainer.errors import RecipeError
 from trainer.recipe import TRAITS, Recipe, load
+from trainer.recipe.known_names import WEIGHTS_FILES
 
-WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar")
 SHARDS = (".tar", ".parquet")
 
 
@@ -51,7 +51,7 @@ class CommandLine:
     def images(self) -> tuple[str, ...]:
         """Images for predict, as a shell writes out photos/*.jpg, and folders of images."""
         there = os.path.exists if "checkpoint" in self.options else os.path.isdir
-        others = (*WEIGHTS, *SHARDS, ".yaml", ".yml", ".py")
+        others = (*WEIGHTS_FILES, *SHARDS, ".yaml", ".yml", ".py")
         paths = {word: os.path.expanduser(word.removeprefix("data.root=")) for word in self.typed}
         words = (word for word, path in paths.items() if there(path) and not path.endswith(others) and not is_run(path))
         return tuple(word for word in words if "checkpoint" in self.values or not holds_runs(paths[word]))

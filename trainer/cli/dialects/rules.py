@@ -7,12 +7,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.cli.dialects.meaning import SHARDS, WEIGHTS, CommandLine, Meaning, holds_runs, plain, put
+from trainer.cli.dialects.meaning import SHARDS, CommandLine, Meaning, holds_runs, plain, put
 from trainer.cli.dialects.other_values import NONE, OTHER_VALUES
 from trainer.cli.known_keys import our_name
 from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, MODES, TRAITS, find, shipped_recipes
-from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, SMALL_MODELS, TIMM, timm_models, torchvision_classifiers
+from trainer.recipe.known_names import (
+    DATASETS,
+    OWN_PHOTOS,
+    SMALL_MODELS,
+    TIMM,
+    WEIGHTS_FILES,
+    timm_models,
+    torchvision_classifiers,
+)
 from trainer.recipe.other_names import OTHER_KEYS
 
 TABLES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
@@ -74,7 +82,7 @@ def run_within(_: str, value: str, line: CommandLine) -> Meaning | None:
 def _resume(_: str, value: str, line: CommandLine) -> Meaning:
     """A run to go on with."""
     run = str(Path(value.partition("/checkpoints")[0]))
-    run = str(Path(run).parent) if run.endswith(WEIGHTS) else run
+    run = str(Path(run).parent) if run.endswith(WEIGHTS_FILES) else run
     if run == ".":
         return Meaning((), "output=RUN resume=auto continues a run; model.init_from=FILE starts from weights alone")
     missing = [f"{key}={run}" for key in ("recipe", "output") if key not in line.values]
@@ -131,12 +139,12 @@ def _device_names(value: str) -> list[str]:
 
 def _model(_: str, value: str, line: CommandLine) -> Meaning:
     """The section's name: a file or a run with weights, or a model's name."""
-    if "checkpoint" in line.options and ("/" in value or value.endswith(WEIGHTS)):
+    if "checkpoint" in line.options and ("/" in value or value.endswith(WEIGHTS_FILES)):
         return put("checkpoint", value)
     stem = os.path.basename(value).partition(".")[0]
-    if value.endswith(WEIGHTS) and stem in torchvision_classifiers() and not os.path.exists(value):
+    if value.endswith(WEIGHTS_FILES) and stem in torchvision_classifiers() and not os.path.exists(value):
         return Meaning((f"model.name={stem}", "model.weights=DEFAULT"))
-    weights = value.endswith(WEIGHTS) or ("/" in value and os.path.isdir(value))
+    weights = value.endswith(WEIGHTS_FILES) or ("/" in value and os.path.isdir(value))
     return put("model.init_from" if weights else "model.name", value if weights else "{value}")
 
 
@@ -151,7 +159,7 @@ def _model_name(_: str, value: str, __: CommandLine) -> Meaning | None:
     if (other := names.get(plain(value.rpartition(".")[2]))) is not None:
         return put("model.name", other)
     hub = re.fullmatch(r"(?:hf[-_]?(?:hub)?:)?(?:https://huggingface\.co/)?[\w.\-]+/([\w.\-]+)|hf:([\w.\-]+)", value)
-    if not hub or value.endswith(WEIGHTS) or os.path.exists(value) or value.startswith((".", "runs/")):
+    if not hub or value.endswith(WEIGHTS_FILES) or os.path.exists(value) or value.startswith((".", "runs/")):
         return None
     name = (hub[1] or hub[2]).replace("-", "_").lower()
     shipped = names.get(plain(name)) or OTHER_VALUES["hub"].get(plain(name))
@@ -162,7 +170,7 @@ def _model_name(_: str, value: str, __: CommandLine) -> Meaning | None:
 
 def _weights(_: str, value: str, line: CommandLine) -> Meaning | None:
     """A file of weights."""
-    if "/" not in value and not value.endswith(WEIGHTS):
+    if "/" not in value and not value.endswith(WEIGHTS_FILES):
         return None
     return put("checkpoint" if "checkpoint" in line.options else "model.init_from", value)
 

@@ -35,7 +35,7 @@ from trainer.recipe.search_space import is_swept
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs
 WORDS = ("key", "section.key", "format", "yes", "minutes")  # of commands, and what stands for any
-FILES = ("model.onnx", "model.safetensors", "model.torchscript")  # whose names look like keys
+FILES = ("model.onnx",)  # whose names look like keys
 QUICK = ("recipes", "guide", "completion", "version", "help", "submit")  # commands that are run at once
 
 # Lines that are not run, by reason. Those that train are planned instead.

@@ -455,7 +455,7 @@ def test_names_that_are_not_utf8_are_answered_in_one_line(tmp_path: Path) -> Non
         [f"recipe={run}"],
         ["evaluate", f"checkpoint={run}"],
         ["predict", f"checkpoint={run}"],
-        ["export", str(run), "format=safetensors"],
+        ["export", str(run), "format=exported_program"],
     ):
         done = trainer(*words, cwd=tmp_path)
         assert done.returncode in (2, 4) and done.stderr.count("\n") == 1, (words, done.stdout, done.stderr)

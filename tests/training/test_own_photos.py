@@ -98,8 +98,8 @@ def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
     assert "resuming at step" in ok(*words, "resume=auto").stdout
     ok("evaluate", f"checkpoint={run}")
     ok("predict", f"checkpoint={run}", f"data.root={root}", f"output={tmp_path / 'told #1'}")
-    ok("export", run, "format=safetensors", f"output={tmp_path / 'a #1.safetensors'}")
-    assert (tmp_path / "told #1" / "predictions.csv").exists() and (tmp_path / "a #1.safetensors").exists()
+    ok("export", run, "format=exported_program", f"output={tmp_path / 'a #1.pt2'}")
+    assert (tmp_path / "told #1" / "predictions.csv").exists() and (tmp_path / "a #1.pt2").exists()
     again = ["mode=single", f"recipe={run}", f"output={tmp_path / '007'}", f"model.init_from={run}", *QUIET]
     ok(*again, cwd=tmp_path)
     assert load(tmp_path / "007").model.init_from == str(run)
@@ -127,7 +127,7 @@ def test_names_cannot_move_the_cursor_of_the_terminal(tmp_path):
         ["runs"],
         ["runs", "show", run],
         ["plan", *train],
-        ["export", run, "format=safetensors", "output=\x1b[D.safetensors"],
+        ["export", run, "format=exported_program", "output=\x1b[D.pt2"],
     ):
         done = trainer(*words, cwd=tmp_path)
         assert (done.returncode == 0) != ("data.root=\x1b[Hno" in words), done.stderr

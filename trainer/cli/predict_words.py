@@ -9,12 +9,12 @@ from contextlib import suppress
 
 from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
+from trainer.recipe.known_names import WEIGHTS_FILES
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import misspelt
 
 HOME = "runs"  # where runs are, unless output= says otherwise
 RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")
-WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 PHOTOS = (".jpg", ".jpeg", ".webp", ".heic", ".bmp", ".tif", ".tiff")  # as no run folder holds them
 
 
@@ -70,4 +70,4 @@ def _hint(word: str) -> str:
 def _is_run(path: str) -> bool:
     if os.path.isdir(path):
         return any(os.path.isfile(os.path.join(path, name)) for name in RUN_FILES)
-    return path.endswith(WEIGHTS) and os.path.isfile(path)
+    return path.endswith(WEIGHTS_FILES) and os.path.isfile(path)

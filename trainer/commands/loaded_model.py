@@ -142,7 +142,7 @@ class LoadedModel:
         """Write a file for other programs, checked against this model; returns its path.
 
         Args:
-            format: onnx, exported_program, torchscript or safetensors.
+            format: onnx or exported_program.
             output: the file; None: beside the run's weights.
 
         Raises:

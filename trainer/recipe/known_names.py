@@ -28,6 +28,7 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefol
 WITHOUT_FOLDER = ("digits", "synthetic")  # those that come with this program
 OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
 TASKS = ("classification", "multilabel", "regression")
+WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")  # names of weights, ours and others'
 AUXILIARY = ("googlenet", "inception_v3")  # torchvision's with auxiliary heads, and transform_input with its weights
 TIMM = "timm:"  # before the names of timm's models
 

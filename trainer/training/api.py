@@ -27,7 +27,7 @@ from trainer.models.given import Given, bare
 from trainer.models.zoo import initialise, register_model
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe, load
-from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
+from trainer.recipe.known_names import DATASETS, TASKS, WEIGHTS_FILES, torchvision_classifiers
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.weights import read_weights
 from trainer.training import loop
@@ -36,7 +36,6 @@ from trainer.training.randomness import as_before
 from trainer.training.results import Result
 
 TRAINING, HELD_OUT = ("train", "training"), ("val", "valid", "validation", "test")
-WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 SENT, MODULE = "given.pickle", "trainer_given"  # beside the ranks' modules
 
 Model = nn.Module | Callable[..., nn.Module] | str | Mapping[str, Any]
@@ -48,7 +47,7 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
     keys: dict[str, Any] = {}
     known = (*DATASETS, *registered.registered)
     with ExitStack() as closing:
-        if isinstance(model, str | Path) and Path(model).suffix in WEIGHTS:
+        if isinstance(model, str | Path) and str(model).endswith(WEIGHTS_FILES):
             raise RecipeError(
                 f"model={model} is a file of weights: name the model that they are for, as in model='resnet50', and "
                 f"beside it the file, model__init_from='{model}'"

@@ -99,19 +99,14 @@ def test_every_format_through_the_command_line(here, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "kind"), [*(("images", kind) for kind in [*exporting.SUFFIXES]), ("r", "safetensors")])
-def test_the_three_lines_that_it_prints_run(here, run, kind):
-    if kind == "onnx" and needs_onnx.args[0]:
-        pytest.skip(needs_onnx.kwargs["reason"])
-    if run == "r" and not (here / "runs" / "r").exists():
-        words = ["recipe=digits", "model.name=resnet18", "mode=single", "max_steps=2", *QUIET]
-        ok(*words, "data.image_size=32", "data.channels=3", "output=runs/r", cwd=here)
-    lines = ok("export", run, f"format={kind}", cwd=here).stdout.splitlines()[-3:]
-    images = torch.zeros(2, 3, 32, 32) if run == "r" else torch.zeros(2, 1, 8, 8)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_three_lines_that_it_prints_run(here, kind):
+    lines = ok("export", "images", f"format={kind}", cwd=here).stdout.splitlines()[-3:]
+    images = torch.zeros(2, 1, 8, 8)
     names = {"images": images.numpy() if kind == "onnx" else images}
     with formats.quietly():
         exec("\n".join(line.strip() for line in lines), names)
-    assert names["scores"].shape == (2, 10) and len(names.get("facts") or names["classes"]) >= 10
+    assert names["scores"].shape == (2, 10) and len(names["facts"]) >= 10
 
 
 def facts_of(path, kind):
@@ -119,10 +114,6 @@ def facts_of(path, kind):
         extra = {formats.FACTS: ""}
         program = torch.export.load(path, extra_files=extra).module()
         return program, json.loads(extra[formats.FACTS])
-    if kind == "torchscript":
-        extra = {formats.FACTS: ""}
-        with formats.quietly():
-            return torch.jit.load(path, _extra_files=extra), json.loads(extra[formats.FACTS])
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -130,7 +121,7 @@ def facts_of(path, kind):
     return run, session.get_modelmeta().custom_metadata_map
 
 
-@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), "exported_program", "torchscript"])
+@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), "exported_program"])
 def test_what_the_file_tells_and_computes(here, kind):
     exporting.command(["runs/images", f"format={kind}"])
     run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
@@ -151,14 +142,6 @@ def test_what_the_file_tells_and_computes(here, kind):
     inputs = source.sample(7)
     with torch.no_grad():
         torch.testing.assert_close(run(inputs), source.model(inputs), rtol=1e-4, atol=1e-5)
-
-
-def test_safetensors_are_taken_by_evaluate(here):
-    exporting.command(["runs/images", "output=model-own.safetensors"])
-    done = ok("evaluate", "checkpoint=model-own.safetensors", cwd=here)
-    assert done.stdout == ok("evaluate", "checkpoint=runs/images", cwd=here).stdout.replace(
-        "runs/images", "model-own.safetensors"
-    )
 
 
 @pytest.mark.parametrize(
@@ -196,25 +179,17 @@ def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
 
 
 @pytest.mark.slow
-def test_safetensors_hold_texts_and_what_the_bare_model_is(here):
-    """Those of before do not tell how images are resized: photos were what had more than 64 pixels."""
-    from safetensors.torch import load_file, save_file
-
-    from trainer.commands.export.formats import load
-
+def test_of_weights_of_before_it_is_known_how_images_are_resized(here):
+    """Photos were what had more than 64 pixels."""
     words = ["recipe=digits", "mode=single", "model.name=squeezenet1_1", "max_steps=1", "data.channels=3"]
     ok(*words, "data.image_size=96", *QUIET, "output=runs/bare", cwd=here)
-    exporting.command(["runs/bare", "format=safetensors"])
-    with safe_open(here / "runs" / "bare" / "model.safetensors", "pt") as file:
-        told = file.metadata()
-    assert told["model"] == "torchvision.models.squeezenet1_1(num_classes=10)"
-    assert json.loads(told["mean"]) == [0.3053] * 3 and json.loads(told["shorter_side"]) == 96
-    assert "to 96 pixels" in told["resize"]
-    del told["shorter_side"]
+    weights = here / "runs" / "bare" / "last.safetensors"
     for size, shorter in ((64, 64), (224, 256)):
-        told |= {"image_size": str(size), "inputs": f'["float32", [3, {size}, {size}]]'}
-        save_file(load_file(here / "runs" / "bare" / "last.safetensors"), here / "model-old.safetensors", told)
-        assert load(here / "model-old.safetensors", []).facts["shorter_side"] == shorter
+        with safe_open(weights, "pt") as file:
+            told = file.metadata() | {"image_size": str(size), "inputs": f'["float32", [3, {size}, {size}]]'}
+        del told["shorter_side"]
+        save_file(load_file(weights), here / "model-old.safetensors", told)
+        assert formats.load(here / "model-old.safetensors", []).facts["shorter_side"] == shorter
 
 
 def test_runs_of_before_ask_their_data_set_what_inputs_are(here, monkeypatch):
@@ -226,7 +201,7 @@ def test_runs_of_before_ask_their_data_set_what_inputs_are(here, monkeypatch):
         lambda *words: {key: value for key, value in before(*words).items() if key != "inputs"},
     )
     for run, inputs in (("words", "int64 (batch, 6)"), ("images", "float32 (batch, 1, 8, 8)")):
-        assert inputs in exporting.command([run, "format=torchscript", "plugin=mine_to_export"])
+        assert inputs in exporting.command([run, "format=exported_program", "plugin=mine_to_export"])
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
@@ -248,22 +223,19 @@ def test_a_model_that_looks_at_values_is_refused_in_one_line(here):
     with pytest.raises(RecipeError) as error:
         exporting.command([*words, "format=exported_program"])
     assert re.match(r"format=exported_program .*model\.name=moody \(.*\): try format=", str(error.value))
-    with pytest.raises(RecipeError) as error:  # traced, it always takes the way of the traced inputs
-        exporting.command([*words, "format=torchscript"])
-    assert re.search(r"outputs differ by \d\S+, .*: try format=exported_program", str(error.value))
     assert "\n" not in str(error.value) and [*(here / "runs" / "moody").glob("*model*")] == []
 
 
 def test_what_computes_something_else_gets_no_name(here, monkeypatch):
-    writer = formats.WRITERS["torchscript"]
+    writer = formats.WRITERS["exported_program"]
 
     def wrong(source, path):
         run = writer(source, path)
         return lambda inputs: run(inputs) * 1.01
 
-    monkeypatch.setitem(export.WRITERS, "torchscript", wrong)
+    monkeypatch.setitem(export.WRITERS, "exported_program", wrong)
     with pytest.raises(RecipeError, match=r"\b1 samples? .*outputs differ by \d"):
-        exporting.command(["images", "format=torchscript"])
+        exporting.command(["images", "format=exported_program"])
     assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
 
 
@@ -299,15 +271,15 @@ def test_what_killed_exports_left_behind_is_removed_by_the_next(here):
     mine.mkdir()
     for point in ("write", "fsync"):
         killed = trainer(
-            "export", "images", "format=torchscript", env={"TRAINER_FAULT": f"kill@export:{point}"}, cwd=here
+            "export", "images", "format=exported_program", env={"TRAINER_FAULT": f"kill@export:{point}"}, cwd=here
         )
         assert killed.returncode == -signal.SIGKILL
         [left] = {*run.glob(".export-*")} - {mine}
     with export._draft(run) as draft:  # of an export that goes on
         assert not left.exists()
-        ok("export", "images", "format=torchscript", cwd=here)
+        ok("export", "images", "format=exported_program", cwd=here)
         assert draft.is_dir() and draft.parent in run.iterdir()
-    assert sorted(run.rglob("*")) == sorted([*before, mine, run / "model.torchscript"])
+    assert sorted(run.rglob("*")) == sorted([*before, mine, run / "model.pt2"])
     mine.rmdir()
 
 
@@ -320,12 +292,14 @@ def test_what_killed_exports_left_behind_is_removed_by_the_next(here):
         (
             ["images"],
             RecipeError,
-            "export needs format=, one of onnx, exported_program, torchscript, safe",
+            "export needs format=, one of onnx, exported_program, as in",
         ),
         (["images", "format=onx"], RecipeError, "format=onx is not one of onnx, .*; did you mean format=onnx?"),
-        (["images", "format=pt2"], RecipeError, "format=pt2 is not one of onnx, exported_program, "),
-        (["images", "format=tflite"], RecipeError, "format=tflite is not one of onnx, exported_program, torchscript, "),
-        (["images", "format=torchscript", "output=x.onnx"], RecipeError, "format=torchscript end with .torchscript"),
+        (["images", "format=pt2"], RecipeError, "format=pt2 is not one of onnx, exported_program"),
+        (["images", "format=tflite"], RecipeError, "format=tflite is not one of onnx, exported_program"),
+        (["images", "format=exported_program", "output=x.onnx"], RecipeError, "format=exported_program end with .pt2"),
+        (["images", "format=torchscript"], RecipeError, "format=torchscript is no more: format=exported_program"),
+        (["images", "output=x.safetensors"], RecipeError, "format=safetensors is no more: .*last.safetensors"),
         (["images", "output=no/x.pt2"], SetupError, "there is no folder no; make it, or choose another output="),
         (["images", "output=mine_to_export.py/x.pt2"], RecipeError, "mine_to_export.py is a file"),
         (
@@ -354,7 +328,7 @@ def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, erro
 
 
 def test_a_size_that_the_export_would_not_have_is_refused(here):
-    words = ["runs/images", "format=safetensors"]
+    words = ["runs/images", "format=exported_program"]
     with pytest.raises(RecipeError, match=r"data.image_size=16\b.*\b8 pixels"):
         exporting.command([*words, "data.image_size=16"])
     assert not list((here / "runs" / "images").glob("model.*")) and exporting.command([*words, "data.image_size=8"])
@@ -377,7 +351,7 @@ def test_damaged_weights(here, tmp_path):
     shutil.copytree(here / "runs" / "images", tmp_path / "bad")
     (tmp_path / "bad" / "last.safetensors").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match=r"last\.safetensors .*safetensors file"):
-        exporting.command([str(tmp_path / "bad"), "format=torchscript"])
+        exporting.command([str(tmp_path / "bad"), "format=exported_program"])
 
 
 @pytest.mark.parametrize(
@@ -395,7 +369,7 @@ def test_what_weights_tell_of_their_inputs_is_not_trusted(here, tmp_path, damage
         metadata = file.metadata()
     save_file(load_file(weights), tmp_path / "bad.safetensors", {**metadata, **damage})
     with pytest.raises(CheckpointError, match=r"bad\.safetensors .*damaged"):
-        exporting.command([str(tmp_path / "bad.safetensors"), "format=torchscript"])
+        exporting.command([str(tmp_path / "bad.safetensors"), "format=exported_program"])
 
 
 def test_wrong_words_are_answered_without_torch(here):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,7 @@ from trainer.data.photos.decoding import open_image
 from trainer.data.photos.photo_reader import held_out
 
 PAGE = GUIDE / "export.md"
-PROGRAMS = {"onnx": "with_onnx.py", **{kind: f"with_{kind}.py" for kind in [*export.SUFFIXES][1:]}}
+PROGRAMS = {kind: f"with_{kind}.py" for kind in (*export.SUFFIXES, "safetensors")}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", export.SUFFIXES)
+@pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_program_without_this_package_labels_a_photo(
     here: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +69,8 @@ def test_a_program_without_this_package_labels_a_photo(
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
     text = (here / PROGRAMS[kind]).read_text()
     assert not re.search(r"(from|import) trainer\b", text + (here / "prepare.py").read_text())
-    export.command(["first", f"format={kind}"])
+    if kind in export.SUFFIXES:
+        export.command(["first", f"format={kind}"])
     rows = [json.loads(line) for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 14
     for row in (rows[6], rows[8]):  # a gray one, and one of the other class that is turned
@@ -128,12 +128,3 @@ def test_our_own_networks_are_loaded_as_the_page_says(here: Path) -> None:
     inputs = source.sample(3)
     with torch.no_grad():
         assert torch.equal(model(inputs), source.model(inputs))
-
-
-def test_a_runs_own_weights_are_taken_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(here / "runs" / "first" / "last.safetensors", here / "other.safetensors")
-    text = (here / "with_safetensors.py").read_text()
-    assert "runs/first/model.safetensors" in text
-    (here / "other.py").write_text(text.replace("runs/first/model.safetensors", "other.safetensors"))
-    monkeypatch.setattr(sys, "argv", ["other.py", "photos/cat/0.jpg"])
-    assert runpy.run_path("other.py")["metadata"]["model"] == "torchvision.models.resnet18(num_classes=2)"

@@ -15,7 +15,11 @@ from trainer.recipe.recipe_files import split_words
 from trainer.recipe.text import misspelt
 from trainer.saving.run_names import run_named
 
-SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2", "torchscript": ".torchscript", "safetensors": ".safetensors"}
+SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2"}
+GONE = {
+    "torchscript": "format=exported_program is its successor, for torch.export.load and AOTInductor",
+    "safetensors": "the run folder's last.safetensors and best.safetensors are such files already",
+}
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 EXAMPLE = "as in export runs/x format=onnx"
 
@@ -53,12 +57,17 @@ def _format(asked: str | None, output: str | None) -> str:
         for kind, suffix in SUFFIXES.items():
             if output and Path(output).suffix == suffix:
                 return kind
+        for kind, instead in GONE.items():
+            if output and Path(output).suffix == f".{kind}":
+                raise RecipeError(f"format={kind} is no more: {instead}")
         raise RecipeError(f"export needs format=, one of {', '.join(SUFFIXES)}, {EXAMPLE}")
     return format_named(asked)
 
 
 def format_named(asked: str) -> str:
     """A format by its name. Raises RecipeError, with the one that may be meant."""
+    if asked in GONE:
+        raise RecipeError(f"format={asked} is no more: {GONE[asked]}")
     if asked not in SUFFIXES:
         guess = misspelt(asked.lower().lstrip("."), SUFFIXES)
         hint = f"; did you mean format={guess}?" if guess else ""

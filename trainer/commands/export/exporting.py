@@ -11,21 +11,14 @@ import torch
 
 from trainer.commands.export.formats import FACTS, WRITERS, ExportSource, Runner, load, quietly
 from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
-from trainer.recipe.known_names import SMALL_MODELS
 from trainer.saving.files import put, remove, writing
 from trainer.saving.locks import lock_alone, open_lock
 from trainer.saving.tensor_files import sync
-from trainer.saving.weights import EXTRA_STATE
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output
 DRAFT, LOCK = ".export-", ".lock"  # a file's folder until it was checked; its lock is held as long
-INSTEAD = {
-    "onnx": "exported_program, torchscript or safetensors",
-    "exported_program": "torchscript or safetensors",
-    "torchscript": "exported_program or safetensors",
-    "safetensors": "exported_program",
-}
+INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
@@ -117,11 +110,11 @@ def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int
     }
     head = f"exported {path} ({source.recipe.model.name}) as format={kind}"
     report = [head, *(f"  {title:<7} {text}" for title, text in lines.items())]
-    used = [f"    {line}" for line in usage(source, kind, target)]
+    used = [f"    {line}" for line in usage(kind, target)]
     return "\n".join([*report, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
 
 
-def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, ...]:
+def usage(kind: str, target: Path) -> tuple[str, ...]:
     """Three lines of Python that give the scores of `images`; `facts` says how these are prepared."""
     path, name = repr(str(target)), repr(FACTS)
     if kind == "onnx":
@@ -130,30 +123,8 @@ def usage(source: ExportSource, kind: str, target: Path) -> tuple[str, ...]:
             f"facts = json.loads(session.get_modelmeta().custom_metadata_map[{name}])",
             'scores = session.run(None, {"input": images})[0]',
         )
-    if kind != "safetensors":
-        load = "export.load({}, extra_files=beside).module()" if kind == "exported_program" else ""
-        load = load or "jit.load({}, _extra_files=beside)"
-        return (
-            f'import json, torch; beside = {{{name}: ""}}',
-            f"model = torch.{load.format(path)}",
-            f"facts, scores = json.loads(beside[{name}]), model(images)",
-        )
-    call = source.metadata.get("model", "")
-    if call.startswith("torchvision."):
-        return (
-            f"import torchvision, safetensors.torch; model = {call}.eval()",
-            f"model.load_state_dict(safetensors.torch.load_file({path}))",
-            f'scores = model(images); facts = safetensors.safe_open({path}, "pt").metadata()',
-        )
-    if source.recipe.model.name in SMALL_MODELS and source.facts.get("mean"):
-        return "from trainer import load", f"run = load({path})", "scores = run.model(images); classes = run.classes"
-    extra = (
-        "weights |= {k: torch.load(io.BytesIO(v.numpy())) for k, v in weights.items() if k.endswith('_extra_state')}"
-    )
-    beside = any(name.endswith(EXTRA_STATE) for name in source.tensors)
     return (
-        "import io, safetensors.torch, torch" if beside else "import safetensors.torch",
-        f"weights = safetensors.torch.load_file({path})",
-        *([extra] if beside else []),
-        "model.load_state_dict(weights)  # of the model that your program builds",
+        f'import json, torch; beside = {{{name}: ""}}',
+        f"model = torch.export.load({path}, extra_files=beside).module()",
+        f"facts, scores = json.loads(beside[{name}]), model(images)",
     )

@@ -3,12 +3,10 @@ what runs the file."""
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import logging
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
-from trainer.saving.tensor_files import require_finite, serialised, write_synced
+from trainer.saving.tensor_files import write_synced
 from trainer.saving.weights import read_weights
 from trainer.training.initial_model import model_for
 
@@ -53,7 +51,6 @@ class ExportSource:
     # to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]  # the weights as they were saved
-    metadata: Mapping[str, str]  # of their file
 
     def texts(self) -> dict[str, str]:
         """The facts for files that hold nothing but texts: what is none is written as JSON."""
@@ -110,7 +107,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         "input": PREPARED if mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
-    return ExportSource(recipe, model.eval(), inputs, exported, tensors, {**facts, **metadata})
+    return ExportSource(recipe, model.eval(), inputs, exported, tensors)
 
 
 def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
@@ -169,53 +166,16 @@ def to_exported_program(source: ExportSource, path: Path) -> Runner:
     buffer = io.BytesIO()
     with quietly():
         torch.export.save(_program(source), buffer, extra_files={FACTS: _as_json(source)})
-        _write(buffer, path)
+        # torch's own writer ends the process where the disk is full: it has the file in memory, and we write it.
+        write_synced(path, [buffer.getbuffer()], "export")
         runner: Runner = torch.export.load(path).module()
     return runner
-
-
-def to_torchscript(source: ExportSource, path: Path) -> Runner:
-    """A traced module; the facts are a further file in it, trainer.json."""
-    with quietly():
-        traced: Any = torch.jit.trace(source.model, source.sample(2), check_trace=False)  # type: ignore[no-untyped-call]
-        buffer = io.BytesIO()
-        torch.jit.save(traced, buffer, _extra_files={FACTS: _as_json(source)})
-        _write(_without_debugging(buffer), path)
-        runner: Runner = torch.jit.load(path)  # type: ignore[no-untyped-call]
-    return runner
-
-
-def to_safetensors(source: ExportSource, path: Path) -> Runner:
-    """The weights alone under plain names, with the facts as metadata; predict and evaluate take the file.
-
-    Metadata of the weights' file goes first: its `model` is the call that makes the bare one, where there is one.
-    """
-    recipe = json.dumps(source.recipe.for_others())
-    require_finite(path.name, source.tensors)
-    facts = {"format": "pt", **source.texts(), **source.metadata, "recipe": recipe}
-    write_synced(path, serialised(source.tensors, facts), "export")
-    before = copy.deepcopy(source.model.state_dict())
-
-    def run(inputs: Tensor) -> Tensor:
-        initialise(source.model, read_weights(path)[0], str(path), whole=True)
-        outputs: Tensor = source.model(inputs)
-        source.model.load_state_dict(before)
-        return outputs
-
-    return run
 
 
 WRITERS: dict[str, Callable[[ExportSource, Path], Runner]] = {
     "onnx": to_onnx,
     "exported_program": to_exported_program,
-    "torchscript": to_torchscript,
-    "safetensors": to_safetensors,
 }
-
-
-def _write(buffer: io.BytesIO, path: Path) -> None:
-    """torch's own writer ends the process where the disk is full: it has the file in memory, and we write it."""
-    write_synced(path, [buffer.getbuffer()], "export")
 
 
 def _as_json(source: ExportSource) -> str:
@@ -230,16 +190,6 @@ def _program(source: ExportSource) -> torch.export.ExportedProgram:
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
     return program
-
-
-def _without_debugging(made: io.BytesIO) -> io.BytesIO:
-    """A TorchScript file without the lines of source, with their paths, that each operation came from."""
-    bare = io.BytesIO()
-    with zipfile.ZipFile(made) as whole, zipfile.ZipFile(bare, "w") as kept:
-        for entry in whole.infolist():
-            if not entry.filename.endswith(".debug_pkl"):
-                kept.writestr(entry.filename, whole.read(entry))
-    return bare
 
 
 @contextmanager

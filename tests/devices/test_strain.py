@@ -21,7 +21,7 @@ class Machine:
     def __init__(self, path, monkeypatch):
         self.proc, self.sys, self.now = path / "proc", path / "sys", 0.0
         for module, name, value in (
-            (strain, "PROC", self.proc), (strain, "SYS", self.sys), (host, "PROC", self.proc),
+            (strain, "PROC", self.proc), (host, "PROC", self.proc),
             (host, "GROUPS", self.sys / "fs/cgroup"), (strain.time, "perf_counter", lambda: self.now),
             (strain.time, "process_time", lambda: 0.0), (strain.os, "sched_getaffinity", lambda _: {0, 1}),
         ):  # fmt: skip
@@ -32,7 +32,7 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0, stopped=0, hot=0.0):
+    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0, stopped=0):
         """So much later both cores together were busy for so long, this process had so much, and waited so long."""
         self.now += seconds
         core = f"{int(busy / 2 * SECOND)} 0 0 0 0 0 0 {int(stolen / 2 * SECOND)} 0 0"
@@ -45,8 +45,6 @@ class Machine:
             self.write(self.proc / str(number) / "stat", f"{number} (a (b) c) {fields}\n")
         self.write(self.sys / "fs/cgroup/cpu.max", "150000 100000\n")
         self.write(self.sys / "fs/cgroup/cpu.stat", f"nr_periods {int(10 * self.now)}\nnr_throttled {stopped}\n")
-        heat = self.sys / "devices/system/cpu/cpu1/thermal_throttle/package_throttle_total_time_ms"
-        self.write(heat, f"{int(hot * 1000)}\n")
 
 
 @pytest.fixture
@@ -85,14 +83,6 @@ def test_a_container_that_was_stopped(machine):
     assert meter.read().quota == 1.5
 
 
-def test_a_hot_processor(machine):
-    meter = StrainMeter()
-    machine.after(10, hot=0.2)
-    assert not meter.read().throttled
-    machine.after(10, hot=6)
-    assert "30%" in meter.read().throttled and "heat" in meter.read().throttled
-
-
 @pytest.mark.parametrize(("bits", "cause"), [(0x20, "heat"), (0x40, "heat"), (0x80, "power"), (0x4, ""), (0x1, "")])
 def test_a_card_that_slows_itself_down(bits, cause, machine, monkeypatch):
     """The power limit, 0x4, is what a card at full work runs into."""
@@ -111,8 +101,7 @@ def test_a_card_that_slows_itself_down(bits, cause, machine, monkeypatch):
 
 
 def test_a_machine_that_tells_nothing(tmp_path, monkeypatch):
-    for name in ("PROC", "SYS"):
-        monkeypatch.setattr(strain, name, tmp_path)
+    monkeypatch.setattr(strain, "PROC", tmp_path)
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "GROUPS", tmp_path)
     found = StrainMeter([torch.device("cpu")]).read()

@@ -129,7 +129,6 @@ ELSEWHERE = {
     "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
     "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "commands/submit/submission.py _gpus: name != 'cpu'": "no device at all: tests/commands/submit/test_submission.py",
-    "telemetry/symptoms.py _throttled: 'cuda' in strain.throttled": "only words: tests/telemetry/test_symptoms.py",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
     "commands/doctor/software.py _take_part: device.type == 'cuda'": "the same",
     "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +19,7 @@ from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
 from trainer.saving.checkpoint import Position
 from trainer.saving.run_folder import RunFolder
-from trainer.telemetry import feeding, loggers
+from trainer.telemetry import loggers
 from trainer.telemetry.tracking import Tracker
 
 SHORT = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET]
@@ -29,15 +28,12 @@ SHORT = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET
 class StandIn:
     """A library that remembers what it was given."""
 
-    def __init__(self, recipe, folder):
+    def __init__(self, recipe, folder, say):
         self.given = []
         type(self).last = self
 
-    def open(self):
-        self.given.append("open")
-
-    def scalars(self, points):
-        self.given += [(point.step, dict(point.values)) for point in points]
+    def scalars(self, values, step):
+        self.given.append((step, dict(values)))
 
     def finish(self, result):
         self.given.append(result.get("status"))
@@ -45,10 +41,11 @@ class StandIn:
 
 @pytest.fixture
 def track(tmp_path, monkeypatch):
-    """Starts a tracker whose sink is the one given."""
+    """Starts a tracker whose library is the one given."""
+    monkeypatch.setattr(loggers.interrupts, "stuck", threading.Event())
 
-    def start(sink, *words):
-        monkeypatch.setitem(loggers.SINKS, "wandb", sink)
+    def start(kind, *words):
+        monkeypatch.setitem(loggers.KINDS, "wandb", kind)
         recipe = load("digits", f"output={tmp_path / 'run'}", "logging.wandb=mine", *words)
         tracker = Tracker(recipe, RunFolder(recipe))
         tracker.start(Position(0, 0, 0), 10, "top1")
@@ -65,138 +62,36 @@ def test_all_values_arrive_in_order_and_how_it_ended(track, words):
     tracker.result({"status": "running"})
     tracker.result({"status": "completed"})
     tracker.close()
-    assert StandIn.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 50)), "completed"]
+    assert StandIn.last.given == [*((n, {"train/loss": 1 / n}) for n in range(1, 50)), "completed"]
 
 
-@pytest.mark.parametrize("where", ["open", "scalars", "finish"])
-def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys, monkeypatch):
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "scalars", "finish"])
+def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, hangs, capsys, monkeypatch):
+    go_on = threading.Event()
+
     class Broken(StandIn):
         pass
 
     def fail(*_):
+        if hangs:
+            go_on.wait(60)
         raise SystemExit("the server\nsaid no")
 
+    if hangs and where == "scalars":
+        pytest.skip("both libraries return at once there")
     setattr(Broken, where, fail)
     monkeypatch.setattr(loggers, "PATIENCE", 0.1)
-    monkeypatch.setattr(feeding.interrupts, "stuck", threading.Event())
     tracker = track(Broken)
     for step in range(1, 4):
         tracker.scalars({"train/loss": 1.0}, step)
-        time.sleep(0.02)
     tracker.result({"status": "completed"})
     tracker.close()
-    out = capsys.readouterr().out
-    reason = "(SystemExit: the server said no)\n"
-    first = "warning: logging.wandb does not answer: values are kept and sent again, and the run goes on " + reason
-    last = "did not get the end of the run" if where == "finish" else "lacks 3 of 3 logged steps"
-    assert out.count(f"warning: logging.wandb {last} {reason}") == 1 and out.count("warning") == 1 + (where != "finish")
-    assert (first in out) == (where != "finish") and feeding.interrupts.stuck.is_set()
-
-
-@pytest.mark.parametrize("where", ["open", "scalars"])
-def test_a_server_that_is_away_for_a_while_gets_every_point_once_it_is_back(track, where, capsys, monkeypatch):
-    class Away(StandIn):
-        away, failed = threading.Event(), threading.Event()
-
-        def answer(self):
-            if self.away.is_set():
-                self.failed.set()
-                raise ConnectionError("nobody there")
-
-        def open(self):
-            self.answer()
-            super().open()
-
-        def scalars(self, points):
-            super().scalars(points[:1])  # it took some, and lost the connection
-            try:
-                self.answer()
-            except ConnectionError:
-                self.given.pop()
-                raise
-            super().scalars(points[1:])
-
-    monkeypatch.setattr(feeding, "FIRST", 0.01)
-    if where == "open":
-        Away.away.set()
-    tracker = track(Away)
-    for step in range(1, 500):
-        tracker.scalars({"train/loss": 1 / step}, step)
-        if step == 100:
-            Away.away.set()
-        if step == 300:
-            assert Away.failed.wait(60)
-            Away.away.clear()
-    tracker.result({"status": "completed"})
-    tracker.close()
-    assert Away.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 500)), "completed"]
-    out = capsys.readouterr().out
-    assert out.count("logging.wandb does not answer") == out.count("logging.wandb answers again") == 1
-    assert "lacks" not in out
-
-
-def test_a_point_that_the_server_refuses_is_the_only_one_that_is_lost(track, capsys):
-    class Refusal(Exception):
-        def get_http_status_code(self):
-            return 400
-
-    class Picky(StandIn):
-        def scalars(self, points):
-            if any(point.step == 7 for point in points):
-                raise Refusal("no sevens")
-            super().scalars(points)
-
-    tracker = track(Picky)
-    for step in range(1, 50):
-        tracker.scalars({"train/loss": 1 / step}, step)
-    tracker.result({"status": "completed"})
-    tracker.close()
-    assert Picky.last.given == ["open", *((n, {"train/loss": 1 / n}) for n in range(1, 50) if n != 7), "completed"]
-    assert re.search(r"warning: logging\.wandb .*\b1 of 49 .*\(Refusal: no sevens\)\n", capsys.readouterr().out)
-
-
-def test_a_server_that_stays_away_costs_bounded_memory(track, capsys, monkeypatch):
-    class Gone(StandIn):
-        def open(self):
-            raise ConnectionError("nobody there")
-
-    monkeypatch.setattr(feeding, "KEPT", 10)
-    monkeypatch.setattr(feeding.interrupts, "stuck", threading.Event())
-    tracker = track(Gone)
-    for step in range(1, 5000):
-        tracker.scalars({"train/loss": 1 / step}, step)
-    assert len(tracker._loggers._feeds[0]._waiting) == 10
-    tracker.close()
-    assert re.search(r"\b4,999 of 4,999 .*\(ConnectionError: nobody there\)", capsys.readouterr().out)
-
-
-def test_one_that_hangs_holds_nothing_up(track, monkeypatch, capsys):
-    monkeypatch.setattr(loggers, "PATIENCE", 0.05)
-    monkeypatch.setattr(loggers, "HURRY", 0.02)
-    monkeypatch.setattr(feeding.interrupts, "stuck", threading.Event())
-    go_on = threading.Event()
-
-    class Hanging(StandIn):
-        def open(self):
-            go_on.wait(60)
-
-    for status, patience in (("completed", "0.05"), ("preempted", "0.02")):
-        tracker = track(Hanging, "resume=auto")
-        tracker.scalars({"train/loss": 1.0}, 1)
-        tracker.result({"status": status})
-        tracker.close()
-        assert re.search(rf"\b1 of 1 .*\b{patience} s\)", capsys.readouterr().out)
     go_on.set()
-    assert feeding.interrupts.stuck.is_set()
-
-
-def test_a_sink_says_where_the_values_go(track, capsys):
-    class Elsewhere(StandIn):
-        def open(self):
-            return "elsewhere"
-
-    track(Elsewhere).close()
-    assert "\nlogging.wandb: elsewhere\n" in f"\n{capsys.readouterr().out}"
+    reason = "it did not answer within 0.1 s" if hangs else "SystemExit: the server said no"
+    out = capsys.readouterr().out
+    assert out.count("warning: logging.wandb lacks") == 1 and f"({reason})\n" in out
+    assert loggers.interrupts.stuck.is_set(), "the library would wait at the end of the process"
 
 
 def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
@@ -211,10 +106,8 @@ def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch)
         )
 
     stand_in = ModuleType("wandb")
-    stand_in.init, stand_in.Settings = init, lambda **words: words
+    stand_in.init, stand_in.Settings, stand_in.login = init, lambda **words: words, lambda prompt: prompt
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    monkeypatch.setattr(loggers, "has_account", lambda: False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
     recipe = load("digits", "logging.wandb=faces")
     for _ in range(2):  # a run, and its continuation
         found = loggers.Loggers(recipe, tmp_path, print)
@@ -229,42 +122,11 @@ def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch)
     assert again["id"] == first["id"] and again["resume"] == "allow"
 
 
-def test_an_account_is_a_variable_or_what_login_wrote(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert not loggers.has_account()
-    (tmp_path / ".netrc").write_text("machine other.host login user password x\n")
-    assert not loggers.has_account()
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    assert loggers.has_account()
-    (tmp_path / ".netrc").write_text("[broken")
-    assert not loggers.has_account()
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert loggers.has_account()
-
-
 def closed_port():
     """One at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def test_a_server_that_is_not_there_is_found_at_once(monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    port = closed_port()
-    with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port} .*Connection refused$"):
-        loggers.reach(f"http://somebody:secret@127.0.0.1:{port}/path")
-    for elsewhere in ("file:/tmp/mlruns", "sqlite:///mlflow.db", "databricks", "mlruns", ""):
-        loggers.reach(elsewhere)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        loggers.reach(f"http://127.0.0.1:{server.getsockname()[1]}")
-    monkeypatch.setattr(loggers, "has_account", lambda: True)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-    assert re.fullmatch(rf"127\.0\.0\.1:{port} .*Connection refused", loggers.why_offline())
 
 
 def test_a_run_is_known_where_it_was_begun(tmp_path):
@@ -326,12 +188,7 @@ def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
         port = silent.getsockname()[1] if answers else closed_port()
         own = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
         done = ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env=own, timeout=120)
-    if answers:
-        assert re.search(r"warning: logging\.wandb .*\b\d of \d ", done.stdout)
-    else:
-        line = rf"logging\.wandb: 127\.0\.0\.1:{port} .*Connection refused.*: wandb sync "
-        assert re.search(line + re.escape(f"{tmp_path}/run/wandb/offline-run-* "), done.stdout)
-        assert glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
+    assert len(re.findall(r"warning: logging\.wandb lacks .*\(.+\)\n", done.stdout)) == 1
     assert result(tmp_path / "run")["status"] == "completed"
 
 
@@ -339,7 +196,7 @@ def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
 def test_a_run_ends_though_the_real_mlflow_is_not_there(tmp_path):
     port = closed_port()
     done = ok(*SHORT, f"logging.mlflow=http://127.0.0.1:{port}", f"output={tmp_path / 'run'}", timeout=120)
-    assert re.search(rf"\(ConnectionError: 127\.0\.0\.1:{port} .*Connection refused\)\n", done.stdout)
+    assert len(re.findall(r"warning: logging\.mlflow lacks .*\(.+\)\n", done.stdout)) == 1
     assert result(tmp_path / "run")["status"] == "completed"
 
 

@@ -175,6 +175,20 @@ def test_graphs_are_advised_where_the_recipe_can_have_them(monkeypatch):
     assert judge(StepParts(1, launches=0.5), RUN, load(None), decided).overrides == ["batch_size=256"]
 
 
+def test_graphs_come_first_where_launches_may_be_most_of_a_pipelines_bubble():
+    recipe = load(None, "mode=pipeline")
+    for most, setting, first in (
+        (0.3, GPU, True),
+        (0.1, GPU, False),
+        (0.3, replace(GPU, may_replay=False), False),
+        (0.3, replace(GPU, processes=2), False),
+        (0.3, Setting(may_replay=True), False),
+    ):
+        tried = judge(StepParts(1, bubble=0.4, launches_at_most=most), RUN, recipe, setting)
+        assert tried.bound == "bubble" and (tried.overrides[:1] == ["graphs=true"]) == first, (most, setting)
+        assert "batch_size=256" in tried.overrides
+
+
 def test_launches_that_were_not_measured_are_no_computing():
     found = judge(StepParts(1, optimizer=0.1, launches_at_most=0.95), RUN, load(None, "mode=single"), GPU)
     assert found.bound == "compute" and "computing" not in found.sentence and "up to 95% " in found.sentence

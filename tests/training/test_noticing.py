@@ -158,14 +158,14 @@ def test_a_machine_that_cannot_compute(tmp_path):
 
 SLOW = """
     import os, time
-    import trainer.telemetry.watching as watching
+    import trainer.telemetry.rank_watch as rank_watch
     import trainer.training.noticing as noticing
     from torch import nn
     from trainer import register_model
     from trainer.data import Loader
     from trainer.devices.strain import Strain
 
-    watching.WINDOW, watching.WINDOWS, watching.FEW = 0.1, 2, 1
+    rank_watch.WINDOW, rank_watch.WINDOWS, rank_watch.FEW = 0.1, 2, 1
     SLOW = os.environ.get("RANK") == "1"
     whole = Loader.training
 

@@ -19,10 +19,9 @@ from trainer.devices import host
 if TYPE_CHECKING:
     import torch
 
-PROC, SYS = Path("/proc"), Path("/sys")
+PROC = Path("/proc")
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)  # seconds
 READY = 0.2  # share of the time that a thread was ready to compute and did not get a core, from which on we look why
-HOT = 0.05  # share of the time: less is not felt beside the deviation of repeated runs
 # Why a card slows itself down, by NVML's bits. 0x4, the power limit, is what a card at full work runs into.
 THROTTLES = {0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
 
@@ -45,7 +44,7 @@ class StrainMeter:
         """`devices` are those that this process drives; `processes` of this machine train together."""
         self._processes, self._begun = processes, time.perf_counter()
         self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *_cores()
-        self._periods, self._hot = _periods(), _hot()
+        self._periods = _periods()
         self._cards = {str(device): asking(device) for device in devices if device.type == "cuda"}
         self._looks, self._slow = 0, dict.fromkeys(self._cards, 0)
 
@@ -54,7 +53,7 @@ class StrainMeter:
         seconds = max(1e-9, time.perf_counter() - self._begun)
         ready = max((waited - self._waits.get(thread, 0.0) for thread, waited in _waits().items()), default=0.0)
         others = self._others(seconds, ready)
-        return Strain(seconds, others, min(1.0, ready / seconds), self._quota(), self._throttled(seconds))
+        return Strain(seconds, others, min(1.0, ready / seconds), self._quota(), self._throttled())
 
     def _others(self, seconds: float, ready: float) -> float:
         (busy, stolen), cores = _cores(), len(_affinity())
@@ -72,7 +71,7 @@ class StrainMeter:
             return None
         return now[2] if now[1] - before[1] >= READY * (now[0] - before[0]) else None
 
-    def _throttled(self, seconds: float) -> str:
+    def _throttled(self) -> str:
         self._looks += 1
         slow = []
         for name, ask in self._cards.items():
@@ -81,8 +80,6 @@ class StrainMeter:
             self._slow[name] += bool(causes)
             if causes and 2 * self._slow[name] > self._looks > 1:  # once is a moment
                 slow.append(f"{name} by {causes[0]}")
-        if (hot := _hot() - self._hot) >= HOT * seconds:
-            slow.append(f"the CPU by heat, for {min(1.0, hot / seconds):.0%} of the time")
         return ", ".join(slow)
 
 
@@ -142,12 +139,6 @@ def _periods() -> tuple[int, int, float] | None:
     if len(limit) == 2 and limit[0].isdigit() and {"nr_periods", "nr_throttled"} <= counts.keys():
         return int(counts["nr_periods"]), int(counts["nr_throttled"]), int(limit[0]) / int(limit[1])
     return None
-
-
-def _hot() -> float:
-    """Seconds that the hottest core was slowed down, since the machine was started."""
-    times = SYS.glob("devices/system/cpu/cpu[0-9]*/thermal_throttle/package_throttle_total_time_ms")
-    return max((int(text) / 1e3 for path in times if (text := _text(path).strip()).isdigit()), default=0.0)
 
 
 def asking(device: torch.device) -> Callable[..., Any]:

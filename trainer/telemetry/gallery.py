@@ -1,13 +1,11 @@
 """Pictures made of images, and tables of classes: small, and drawn in milliseconds, so that each run can have them.
 
-Words on them are in a font that has their letters, and cut to the room that there is.
+Words on them are in matplotlib's font, and cut to the room that there is.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import re
 import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,21 +26,15 @@ GAP, FONT, FRAME = 8, 12, 3
 IN_FRAME = {True: (44, 160, 44), False: (214, 39, 40)}  # green of what is right, red of what is wrong
 INK, GROUND, RIGHT, WRONG = "#222222", "#ffffff", (0, 114, 178), (213, 94, 0)  # Okabe and Ito's blue and vermilion
 WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its sides names
-FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
-WIDE = re.compile(r"(cjk|fallback|wqy|unifont|noto\w*(jp|kr|sc|tc)\b).*\.(ttf|ttc|otf)$", re.IGNORECASE)
-MOST = 3  # of those
 UNDRAWN = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes of no character, and what breaks a line
 NOWHERE = "\U0010ffff"  # no letter, so every font has its sign for that instead
 
 
 def font_for(words: str, size: int) -> tuple[str, Any]:
-    """Words as they can be written, and the font for them; a letter that no font has becomes its number (\\u732b)."""
+    """Words as they can be written, and the font for them; a letter that it lacks becomes its number (\\u732b)."""
     letters, first = set(words), _first(size)
     if all(_has(first, letter) for letter in letters):
         return words, first
-    for face in _others(size):
-        if all(_has(face, letter) for letter in letters):
-            return words, face
     numbers = {letter: letter.encode("unicode_escape").decode() for letter in letters if not _has(first, letter)}
     return "".join(numbers.get(letter, letter) for letter in words), first
 
@@ -79,18 +71,6 @@ def _first(size: int) -> Any:
         with suppress(OSError):
             return ImageFont.truetype(str(Path(place, "mpl-data/fonts/ttf/DejaVuSans.ttf")), size)
     return ImageFont.load_default(size)
-
-
-@cache
-def _others(size: int) -> tuple[Any, ...]:
-    """The system's fonts for Chinese, Japanese and Korean."""
-    walks = (os.walk(os.path.expanduser(folder)) for folder in FOLDERS)
-    paths = [os.path.join(place, name) for walk in walks for place, _, names in walk for name in names]
-    fonts = []
-    for path in sorted(path for path in paths if WIDE.search(os.path.basename(path)))[:MOST]:
-        with suppress(OSError):
-            fonts.append(ImageFont.truetype(path, size))
-    return tuple(fonts)
 
 
 @cache

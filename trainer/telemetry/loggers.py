@@ -1,132 +1,124 @@
 """Weights & Biases and MLflow beside TensorBoard: the same values, the recipe, the final figures.
 
-Each has a thread of its own, so that no step waits for a server; `feeding` keeps the values of one that is away. The
-libraries are optional and imported in that thread.
+Both keep and send values in the background by themselves. What may wait for a server, the beginning and the end of a
+run there, gets some seconds. The libraries are optional and imported on first use.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from netrc import NetrcParseError, netrc
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
+from trainer.errors import text_of
+from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import usable_json, write_atomically
-from trainer.telemetry.feeding import LoggedStep, LoggerThread, Sink
 
-PATIENCE, HURRY = 30.0, 10.0  # seconds that a run's end waits for what is still to be sent; that of a stopped one
-ANSWER = 10.0  # seconds in which a server must take a connection
-WANDB = "https://api.wandb.ai"  # where W&B is, unless WANDB_BASE_URL says so
+PATIENCE = 30.0  # seconds that a run waits for a server as it begins, and as it ends
 PROJECT = "trainer"  # where logging.wandb=true goes
-MANY, METRICS = 100, 1000  # parameters, and metrics, of one request to MLflow
-LONGEST = 500  # characters of a parameter's value in MLflow
+MANY, LONGEST = 100, 500  # parameters of one request to MLflow, characters of a parameter's value
+LATEST = 1000  # requests to MLflow whose end is waited for at the run's end; of earlier ones it tells by itself
 FINAL = ("best_epoch", "train_loss", "epochs", "steps", "seconds", "data_wait_fraction", "mfu")
 
 
-class WandbSink:
+class WandbRun:
     """A run of Weights & Biases. Without an account on this machine it stays in the run folder, to be sent later."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
-
-    def open(self) -> str:
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         import wandb
 
-        project = self.recipe.logging.wandb if isinstance(self.recipe.logging.wandb, str) else PROJECT
-        here = "" if "WANDB_MODE" in os.environ else why_offline()
+        project = recipe.logging.wandb if isinstance(recipe.logging.wandb, str) else PROJECT
+        settings = {"silent": True, "console": "off", "init_timeout": PATIENCE}
+        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False)  # without an account it would ask
+        offline = None if known else "offline"
         self._run = wandb.init(
             project=project,
-            name=self.folder.name,
-            id=known_id(self.folder, "wandb", project, lambda: uuid.uuid4().hex[:12]),
+            name=folder.name,
+            id=known_id(folder, "wandb", project, lambda: uuid.uuid4().hex[:12]),
             resume="allow",
-            dir=self.folder,
-            config=self.recipe.to_dict(),
-            mode="offline" if here else None,
-            settings=wandb.Settings(silent=True, console="off"),
+            dir=folder,
+            config=recipe.to_dict(),
+            mode=offline,
+            settings=wandb.Settings(**settings),
         )
-        later = f"wandb sync {self.folder}/wandb/offline-run-*"
-        return here and f"{here}; values stay in the run folder: {later} sends them"
+        if offline:
+            say(f"logging.wandb: no account on this machine; wandb sync {folder}/wandb/offline-run-* sends the values")
 
-    def scalars(self, points: Sequence[LoggedStep]) -> None:
-        for point in points:
-            self._run.log(dict(point.values), step=point.step)
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         self._run.summary.update({**final_figures(result), "status": result.get("status", "failed")})
         self._run.finish(exit_code=0 if result.get("status") == "completed" else 1)
 
 
-class MlflowSink:
+class MlflowRun:
     """A run of MLflow, in an experiment named like the recipe."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
-
-    def open(self) -> str:
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        where = self.recipe.logging.mlflow
-        self._client = MlflowClient(tracking_uri=where if isinstance(where, str) else None)
-        address = str(self._client.tracking_uri)
-        reach(address)
-        known = self._client.get_experiment_by_name(self.recipe.name)
-        home = known.experiment_id if known else self._client.create_experiment(self.recipe.name)
-
-        def begin() -> str:
-            return str(self._client.create_run(home, run_name=self.folder.name).info.run_id)
-
-        self._id = known_id(self.folder, "mlflow", address.rpartition("@")[2], begin)
-        self._client.update_run(self._id, status="RUNNING")
-        before = self._client.get_run(self._id).data.params  # of a run that goes on; MLflow refuses another value
-        keys = flatten(self.recipe.to_dict())
+        where = recipe.logging.mlflow
+        self._client = client = MlflowClient(tracking_uri=where if isinstance(where, str) else None)
+        self._sent: deque[Any] = deque(maxlen=LATEST)
+        known = client.get_experiment_by_name(recipe.name)
+        home = known.experiment_id if known else client.create_experiment(recipe.name)
+        address = str(client.tracking_uri).rpartition("@")[2]
+        begin = lambda: str(client.create_run(home, run_name=folder.name).info.run_id)  # noqa: E731
+        self._id = known_id(folder, "mlflow", address, begin)
+        client.update_run(self._id, status="RUNNING")
+        before = client.get_run(self._id).data.params  # of a run that goes on; MLflow refuses another value
+        keys = flatten(recipe.to_dict())
         params = [Param(key, str(value)[:LONGEST]) for key, value in keys.items() if key not in before]
         for start in range(0, len(params), MANY):
-            self._client.log_batch(self._id, params=params[start : start + MANY])
-        return ""
+            client.log_batch(self._id, params=params[start : start + MANY])
 
-    def scalars(self, points: Sequence[LoggedStep]) -> None:
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(tag, value, int(1000 * when), step) for values, step, when in points for tag, value in values.items()
-        ]
-        for start in range(0, len(metrics), METRICS):
-            self._client.log_batch(self._id, metrics=metrics[start : start + METRICS])
+        metrics = [Metric(tag, value, int(1000 * time.time()), step) for tag, value in values.items()]
+        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        figures = {f"final/{key}": value for key, value in final_figures(result).items()}
-        self.scalars([LoggedStep(figures, result.get("steps", 0), time.time())])
+        self.scalars({f"final/{key}": value for key, value in final_figures(result).items()}, result.get("steps", 0))
+        failed = []
+        for request in self._sent:
+            try:
+                request.wait()
+            except Exception as error:
+                failed.append(error)
         status = {"completed": "FINISHED", "preempted": "KILLED"}.get(result.get("status", ""), "FAILED")
         self._client.set_terminated(self._id, status=status)
+        if failed:
+            raise failed[-1]
 
 
-SINKS: dict[str, Callable[[Recipe, Path], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink}
+KINDS: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Any]] = {"wandb": WandbRun, "mlflow": MlflowRun}
 
 
 class Loggers:
     """The loggers that a recipe names; none is the usual case, and then nothing here does anything."""
 
     def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
-        self._say = say
-        wanted = [name for name in SINKS if getattr(recipe.logging, name)]
-        self._feeds = [LoggerThread(name, SINKS[name](recipe, folder)) for name in wanted]
-        self._result: Mapping[str, Any] = {}
+        self._say, self._result = say, dict[str, Any]()
+        self._runs: dict[str, Any] = {}
+        for name in KINDS:
+            if getattr(recipe.logging, name):
+                self._try(name, partial(KINDS[name], recipe, folder, say), wait=True)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Values of a step; returns at once."""
-        for feed in self._feeds:
-            feed.put(values, step)
-        self._tell()
+        for name, run in [*self._runs.items()]:
+            self._try(name, partial(run.scalars, values, step))
 
     def result(self, result: Mapping[str, Any]) -> None:
         """What result.json holds now; the last one is the run's."""
@@ -134,18 +126,34 @@ class Loggers:
 
     def close(self) -> None:
         """Wait until all is sent, though not for ever."""
-        patience = HURRY if self._result.get("status") == "preempted" else PATIENCE
-        for feed in self._feeds:
-            feed.end(self._result, time.monotonic() + patience)
-        for feed in self._feeds:
-            feed.wait(patience)
-        self._tell()
-        self._feeds = []
+        for name, run in [*self._runs.items()]:
+            self._try(name, partial(run.finish, self._result), wait=True)
+        self._runs = {}
 
-    def _tell(self) -> None:
-        for feed in self._feeds:
-            for line in feed.news():
-                self._say(line)
+    def _try(self, name: str, call: Callable[[], Any], wait: bool = False) -> None:
+        """Call a library; what fails, or takes too long where it may `wait`, is left out from here on, and told."""
+        found: list[Any] = []
+        fault = [f"it did not answer within {PATIENCE:g} s"]
+
+        def work() -> None:
+            try:
+                found.append(call())
+                fault.clear()
+            except BaseException as error:  # whatever a library and its server may raise, SystemExit too
+                fault[0] = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
+
+        if wait:
+            thread = Thread(target=work, name=f"logging.{name}", daemon=True)
+            thread.start()
+            thread.join(PATIENCE)
+        else:
+            work()
+        if fault:
+            interrupts.stuck.set()  # its library would wait for it at the end of this process
+            self._runs.pop(name, None)
+            self._say(f"warning: logging.{name} lacks values from here on ({fault[0]})")
+        elif name not in self._runs:
+            self._runs[name] = found[0]
 
 
 def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> str:
@@ -166,38 +174,3 @@ def final_figures(result: Mapping[str, Any]) -> dict[str, float]:
     flat = {key: result.get(key) for key in dict.fromkeys((*wanted, *FINAL))}
     flat |= {"samples_per_sec": speed.get("samples_per_sec"), "step_time_s": step.get("mean")}
     return {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}
-
-
-def why_offline() -> str:
-    """Why nothing can be sent to Weights & Biases from here; empty where it can."""
-    if not has_account():
-        return "this machine has no account of Weights & Biases (wandb login adds one)"
-    try:
-        reach(os.environ.get("WANDB_BASE_URL") or WANDB)
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def reach(address: str) -> None:
-    """Raises ConnectionError where a server does not answer, for which the libraries would wait for minutes."""
-    there = urlparse(address)
-    port = there.port or {"http": 80, "https": 443}.get(there.scheme)
-    if port is None or there.hostname is None or getproxies().keys() - {"no"}:  # a file; a way that only they know
-        return
-    try:
-        socket.create_connection((there.hostname, port), ANSWER).close()
-    except OSError as error:
-        raise ConnectionError(f"{there.hostname}:{port} does not answer: {error.strerror or error}") from None
-
-
-def has_account() -> bool:
-    """Whether Weights & Biases knows who is here, by a variable or by what `wandb login` wrote, and need not ask."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL") or WANDB).hostname or ""
-    for file in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
-        with suppress(OSError, RuntimeError, NetrcParseError):
-            if netrc(Path(file).expanduser()).authenticators(host):
-                return True
-    return False

@@ -14,7 +14,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import word_value
 from trainer.telemetry.clocks import Throughput
-from trainer.telemetry.watching import Lag
+from trainer.telemetry.rank_watch import Lag
 
 TRIAL = 50  # steps: a run of fewer is to see whether it runs, not to learn
 SAMPLES = 50  # held-out ones, and 20 of a class: of fewer a share says little
@@ -215,7 +215,7 @@ def _throttled(facts: Facts, recipe: Recipe) -> str | None:
         )
     if not strain.throttled:
         return None
-    ask = "nvidia-smi -q -d PERFORMANCE" if "cuda" in strain.throttled else "sensors"
+    ask = "nvidia-smi -q -d PERFORMANCE"
     return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
 
 

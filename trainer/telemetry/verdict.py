@@ -236,6 +236,11 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
             return ["mode=pipeline"]
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
         words = cuts + micro if _uneven(measured.busy) else micro + cuts
+        waits = (
+            max(measured.launches, measured.launches_at_most) > shares(measured)["bubble"] * measured.step / 2
+        )  # for Python, most of it
+        if gpu and processes == 1 and waits and setting.may_replay:
+            return ["graphs=true", *(words or [larger])]
         return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
     launching = bound == "launches" or _launching(measured) >= NAMED  # faster arithmetic would not be felt
     graphs = ["graphs=true"] if launching and setting.may_replay else []

@@ -19,8 +19,8 @@ from trainer.saving.checkpoint import Position, State
 from trainer.saving.saver import Saver
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger, StepTimer
+from trainer.telemetry.rank_watch import RankWatch
 from trainer.telemetry.tracking import NullTracker
-from trainer.telemetry.watching import RankWatch
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import replayed
 from trainer.training.step_graphs import Steps

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.telemetry.watching import WINDOW, WINDOWS, RankWatch
+from trainer.telemetry.rank_watch import WINDOW, WINDOWS, RankWatch
 
 TRACES = json.loads((Path(__file__).parent / "rank_times.json").read_text())
 WEEK = 7 * 24 * 3600  # seconds

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import compare, running
-from trainer.commands.compare.significance import Difference, mean_and_std, ratios
+from trainer.commands.trials.significance import Difference, mean_and_std, ratios
 
 PLUGIN = """
 import time

@@ -126,7 +126,7 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
 # Conditions that ask for CUDA and do not come out so here, each with its reason.
 ELSEWHERE = {
     "commands/sweep/space.py Places.of: name != 'cpu'": "one trial a card: tests/commands/sweep/test_space.py",
-    "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
+    "commands/plan/speed_probe.py measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
     "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "commands/submit/submission.py _gpus: name != 'cpu'": "no device at all: tests/commands/submit/test_submission.py",
     "telemetry/symptoms.py _throttled: 'cuda' in strain.throttled": "only words: tests/telemetry/test_symptoms.py",
@@ -151,7 +151,7 @@ ELSEWHERE = {
     ),
     "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
     "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
-    "commands/plan/speed_probe.py _measure: task.kind == 'cuda'": "the same",
+    "commands/plan/speed_probe.py measure: task.kind == 'cuda'": "the same",
     "commands/plan/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
         "wants speeds measured on cards"
     ),

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
-from trainer.commands.compare.comparison_report import this_machine
 from trainer.commands.prove import fast, find_devices, proving, right
+from trainer.commands.trials.report import this_machine
 from trainer.training.reporting import versions
 
 FAULTY = Path(__file__).parent / "faulty"

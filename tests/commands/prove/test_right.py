@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from trainer.commands.compare.running import Failed
 from trainer.commands.prove import fast, held_out, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
 from trainer.commands.prove.right import digits, held_out_ways, modes_here, pipeline
+from trainer.commands.trials.engine import Failed
 from trainer.devices.assignment import assign_devices
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules

@@ -12,9 +12,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.running import Failed, failure_line, speed, steps_of
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.right import pipeline
+from trainer.commands.trials.engine import Failed, failure_line, speed, steps_of
 from trainer.telemetry.flops import PEAK_BANDWIDTH, published
 from trainer.telemetry.readable import number
 

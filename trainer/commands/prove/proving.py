@@ -23,11 +23,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.commands.compare.comparison_report import BUSY, Others, this_machine
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
 from trainer.commands.prove.fast import LIBRARIES
 from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, proof_of
+from trainer.commands.trials.report import BUSY, Others, this_machine
 from trainer.devices import cards
 from trainer.errors import FolderInUseError, Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.terminal import say
@@ -106,7 +106,7 @@ class Kept:
 
     def start_over(self) -> None:
         """Remove the runs of a proof that found something wrong: new ones must not be compared with them."""
-        for name in ("runs", "measured", "logs"):
+        for name in ("runs", "measured"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _write(self) -> None:
@@ -196,7 +196,7 @@ class Proving:
             say("stopped")
             raise
         except Exception as error:
-            outcome = wrong(in_one_line(error)[0], "see the folder logs beside proof.md")
+            outcome = wrong(in_one_line(error)[0], "see the .log files in runs and measured beside proof.md")
         seconds = time.monotonic() - begun
         self.spent.append((seconds, check.seconds))
         outcome = self.runner.outcomes[check.name] = replace(outcome, seconds=round(seconds, 1))

@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
-from trainer.commands.compare.running import Failed, failure_line
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
 from trainer.commands.prove.held_out import COUNT, NAME
 from trainer.commands.prove.traces import STEPS, Traces, compared, different_bits, traces
+from trainer.commands.trials.engine import Failed, failure_line
 from trainer.launch import launching
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule

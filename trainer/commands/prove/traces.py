@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.compare.running import Failed, steps_of
 from trainer.commands.prove.check_runner import Outcome, right, wrong
+from trainer.commands.trials.engine import Failed, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
-from trainer.commands.compare.significance import ERROR, differences, mean_and_std
 from trainer.commands.sweep.sources import TrialOutcome
 from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.trials.significance import ERROR, differences, mean_and_std
 from trainer.telemetry import readable
 
 Status = Literal["done", "ended early", "failed", "not done"]

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.running import failure_line, merged
 from trainer.commands.runs.run_status import finite
 from trainer.commands.sweep.sources import Source, TrialOutcome, TrialRun
 from trainer.commands.sweep.space import Places, SearchSpace
+from trainer.commands.trials.engine import failure_line, merged
 from trainer.errors import NotFiniteError, Preempted
 from trainer.processes import family
 from trainer.processes.interrupts import SAVING
@@ -56,7 +56,7 @@ class TrialRunner:
     def words(self, run: TrialRun) -> list[str]:
         """All that one types for the run, but for its place and its folder."""
         words = self.space.typed(run.trial.values)
-        return merged(words, {"seed": str(self.space.seeds[run.repeat])}) if run.repeat else words
+        return merged(words, [f"seed={self.space.seeds[run.repeat]}"]) if run.repeat else words
 
     def execute(self, source: Source, on_end: Callable[[TrialRun, TrialOutcome, float | None], None]) -> None:
         """Run all; `on_end` is told of each end, with the seconds since its start, None where it was done before.
@@ -93,7 +93,7 @@ class TrialRunner:
 
     def _started(self, run: TrialRun, place: int) -> _TrialProcess:
         path = self.path(run)
-        words = merged([*self.words(run), *self.places.words(place)], {"logging.progress": "false"})
+        words = merged([*self.words(run), *self.places.words(place)], ["logging.progress=false"])
         command = [sys.executable, "-m", "trainer", *words, f"output={path}", "resume=auto"]
         with writing(self.folder, AGAIN):
             output = self.log(run).open("w", encoding="utf-8")

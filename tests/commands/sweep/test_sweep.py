@@ -138,7 +138,7 @@ def test_a_trial_that_fails_is_a_row_and_the_others_go_on(machine):
     machine.faults = {"lr=0.01": 6}
     report = swept(RATES, "repeats=2")
     *good, bad = report["trials"]
-    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (1, "failed", 6, "it broke")
+    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (1, "failed", 6, "it broke in single")
     assert [row["status"] for row in good] == ["done", "done"] and len(machine.ran) == 5  # not repeated
     assert "1 trial failed" in report["conclusion"]
 

@@ -46,7 +46,7 @@ class Child:
 
     def __init__(self, machine, words):
         self.machine, self.words, self.path = machine, words, Path(words["output"])
-        inside = self.path.parent.parent.name == "runs"
+        inside = self.path.name.lstrip("-").isdigit()  # a repeat
         self.name = f"{self.path.parent.name}/{self.path.name}" if inside else self.path.name
         self.stopped, self.code = False, None
 

@@ -78,7 +78,7 @@ class Failed(TrainerError):
 
 
 @dataclass(frozen=True)
-class _Running:
+class _UnderWay:
     trial: Trial
     place: int
     child: subprocess.Popen[str]
@@ -100,7 +100,7 @@ class Engine:
     ) -> None:
         self.folder, self.places, self.grace, self.timeout = folder, places, grace, timeout
         self.seconds: dict[Path, float] = {}  # of the latest trial in each folder of `folder`, start-up and all
-        self._running: list[_Running] = []
+        self._running: list[_UnderWay] = []
 
     def path(self, trial: Trial) -> Path:
         return self.folder / trial.name
@@ -174,7 +174,7 @@ class Engine:
             else:
                 self._running.append(self._started(trial, min(free)))
 
-    def _started(self, trial: Trial, place: int) -> _Running:
+    def _started(self, trial: Trial, place: int) -> _UnderWay:
         path, log = self.path(trial), self.log(trial)
         more = {"logging.progress": "false"} | ({} if trial.seed is None else {"seed": str(trial.seed)})
         words = merged(trial.words, self.places[place] if trial.devices is None else trial.devices)
@@ -192,9 +192,9 @@ class Engine:
         with output:
             variables = {**os.environ, **trial.environment}
             started = family.started(command, None, variables, subprocess.DEVNULL, output, subprocess.STDOUT)
-            return _Running(trial, place, stack.enter_context(started), stack, time.perf_counter())
+            return _UnderWay(trial, place, stack.enter_context(started), stack, time.perf_counter())
 
-    def _outcome(self, running: _Running) -> Outcome | None:
+    def _outcome(self, running: _UnderWay) -> Outcome | None:
         """How a run has ended; None as long as it goes on."""
         code, seconds = running.child.poll(), time.perf_counter() - running.begun
         if code is None:

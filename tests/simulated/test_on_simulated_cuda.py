@@ -13,8 +13,6 @@ from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
 from tests.telemetry.event_values import scalars
-from trainer.commands.compare.comparing import _stands_in
-from trainer.commands.compare.entries import Entry
 from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
@@ -186,7 +184,6 @@ def everywhere(folder):
         software.nccl(found, 1)
         assert found.problems == []
         assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
-        assert not _stands_in(Entry("dp", (), load(None, "mode=dp")))
         assert check_devices(["cuda", "cpu"])[0] == CARD
         for refused in (
             lambda: present(["cuda:2"], 2),

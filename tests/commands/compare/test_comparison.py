@@ -5,17 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from tests import warm
-from tests.command_line import environment, ok, trainer
+from tests.command_line import ok, trainer
 from tests.commands.compare.listing import SMALL
 from tests.commands.trials.stand_in import clock_of
 from tests.typed import odd
@@ -246,12 +242,6 @@ def test_a_recipe_that_was_changed_is_another(machine, tmp_path):
         compare.compare("mine.yaml", ["single"], repeats=1, output="out", resume="auto")
 
 
-def test_a_killed_run_has_the_exit_code_that_shells_give(machine):
-    machine.faults["single/0"] = -signal.SIGKILL
-    _, table = compared("single")
-    assert table["single"]["exit_code"] == 137
-
-
 def test_where_nothing_ran_the_exit_code_is_the_first_rows(machine, tmp_path):
     machine.faults = {"ddp/0": 3, "single/0": 5}
     assert compare.command(["recipe=digits", "modes=[ddp,single]", "devices=[cpu,cpu]", "output=out"]) == 3
@@ -289,15 +279,6 @@ def test_a_comparison_goes_on_only_as_what_it_was(machine):
         compared("single", "ddp", repeats=1, resume="auto")
     with pytest.raises(RecipeError, match="other steps"):
         compared("single", repeats=1, resume="auto", steps=30)
-
-
-def test_a_folder_of_something_else_is_left_alone(machine, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/result.json").write_text("{}")
-    for resume in (None, "auto"):
-        with pytest.raises(FolderInUseError):
-            compared("single", resume=resume)
-    assert not machine.ran
 
 
 def test_a_sweep(machine, tmp_path):
@@ -359,26 +340,6 @@ def test_through_the_command_line(full, tmp_path):
     assert refused["exit_code"] == 2 and "sync_bn=true " in refused["error"]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"compare.png", "memory.png", "loss.png"}
     assert "no difference shown" in done.stdout and not done.stderr
-
-
-def test_ctrl_c_ends_the_run_under_way(tmp_path):
-    words = ["recipe=digits", "modes=[single,ddp]", *SMALL, "repeats=1", f"output={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "trainer", "compare", *words]
-    pipe = subprocess.PIPE
-    started = warm.Popen(command, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
-    try:
-        under_way = tmp_path / "out/runs/single/0/recipe.yaml"
-        until = time.monotonic() + 120
-        while not under_way.exists() and started.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=60)
-    finally:
-        started.kill()
-        started.wait()
-    assert started.returncode == 130, out + err
-    assert "resume=auto" in err and err.count("\n") == 1
-    assert json.loads((tmp_path / "out/compare.json").read_text())["status"] == "interrupted"
 
 
 def test_what_it_tells_to_type_is_what_was_typed(

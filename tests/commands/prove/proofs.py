@@ -26,7 +26,7 @@ def begin(folder, *names, **done):
     bound = proving.bound_to(asdict(this_machine()), versions(), DEVICES.names)
     rows = {name: row() for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"
-    (folder / proving.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))
+    (folder / proving.KEPT).write_text(json.dumps({"asked": bound, "checks": {**rows, **done}}))
     return folder
 
 

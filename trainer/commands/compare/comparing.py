@@ -16,11 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.commands.compare import comparison_table, ranking
-from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, Length, Row
+from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, EntryRuns, Length
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import batch_dependent
 from trainer.commands.trials import significance
-from trainer.commands.trials.engine import Engine, Outcome, Trial, drop_weights, merged, speed, steps_of
+from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
 from trainer.commands.trials.report import Others, progress, tell_files, this_machine
 from trainer.errors import Preempted
 from trainer.launch import launching
@@ -47,7 +47,7 @@ class Comparison:
     ) -> None:  # fmt: skip
         self.folder, self.name, self.base, self.sweep, self.asked = folder, name, base, sweep, asked
         self.first = [f"recipe={word}", *([f"plugin={asked.plugin}"] if asked.plugin else [])]
-        self.engine, self.rows = Engine(folder), rows_of(entries)
+        self.engine, self.rows = TrialEngine(folder), rows_of(entries)
         self.repeats: int = asked.repeats or significance.LOOKS[0]  # so far
         self.length: Length | None = _kept_length(folder)
         self.begun, self.others = time.perf_counter(), Others()
@@ -72,11 +72,11 @@ class Comparison:
             tell_files(self.folder, "compare", self.folder / "tensorboard", partial(self._draw, report))
         return report
 
-    def _able(self) -> Iterator[Row]:
+    def _able(self) -> Iterator[EntryRuns]:
         """Who has failed is left out."""
         return (row for row in self.rows if row.error is None)
 
-    def _trials(self) -> Iterator[Trial]:
+    def _trials(self) -> Iterator[TrialRun]:
         """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
         for row in self._able():
             yield self._check(row, CHECK, [])
@@ -96,7 +96,7 @@ class Comparison:
                 yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed))
             self._write("running")
 
-    def _check(self, row: Row, repeat: int, more: Sequence[str]) -> Trial:
+    def _check(self, row: EntryRuns, repeat: int, more: Sequence[str]) -> TrialRun:
         """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
         recipe = row.entry.recipe
         words = [f"max_steps={min(CHECKED_STEPS, recipe.max_steps or CHECKED_STEPS)}", "logging.every_steps=1"]
@@ -104,7 +104,7 @@ class Comparison:
         words += ["precision=fp32"] * (recipe.precision == "tf32")
         return self._trial(row, repeat, merged(row.entry.words, [*QUIET, *words]), {launching.EXACT: "1"})
 
-    def _rounded(self, row: Row) -> Iterator[Trial]:
+    def _rounded(self, row: EntryRuns) -> Iterator[TrialRun]:
         """On a GPU the check once more, in smaller pieces if the batch divides: what rounding alone does to losses."""
         pieces = 2 * row.entry.recipe.accumulate
         if row.results[CHECK]["devices"][0].startswith("cuda"):
@@ -112,11 +112,11 @@ class Comparison:
             yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
 
     def _trial(
-        self, row: Row, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> Trial:
+        self, row: EntryRuns, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> TrialRun:
         key, read = (row, repeat), partial(self._read, repeat)
         name = f"runs/{row.entry.slug}/{repeat}"
-        return Trial(name, [*self.first, *words], environment=environment or {}, read=read, key=key)
+        return TrialRun(name, [*self.first, *words], environment=environment or {}, read=read, key=key)
 
     def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
         """result.json. Weights go; of the curves, which repeat themselves, those of the first repeat stay, a folder an
@@ -136,7 +136,7 @@ class Comparison:
                 events.replace(curves / events.name)
         return result
 
-    def _told(self, trial: Trial, outcome: Outcome) -> None:
+    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
         """A run has ended, or was done before."""
         row, repeat = trial.key
         steps = steps_of(self.engine.path(trial)) if outcome.error is None else []
@@ -229,7 +229,7 @@ class Comparison:
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked.words])
 
 
-def rows_of(entries: Sequence[Entry]) -> list[Row]:
+def rows_of(entries: Sequence[Entry]) -> list[EntryRuns]:
     """Each with what in its model depends on how a batch is divided."""
     models: dict[str, list[str]] = {}
     rows = []
@@ -237,7 +237,7 @@ def rows_of(entries: Sequence[Entry]) -> list[Row]:
         model = entry.recipe.model.model_dump_json()
         if model not in models:
             models[model] = batch_dependent(entry.recipe)
-        rows.append(Row(entry, models[model], entry.problem))
+        rows.append(EntryRuns(entry, models[model], entry.problem))
     return rows
 
 

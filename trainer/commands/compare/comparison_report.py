@@ -12,7 +12,7 @@ from trainer.commands.trials.significance import Difference
 
 
 @dataclass
-class Row:
+class EntryRuns:
     """An entry and what its runs left."""
 
     entry: Entry

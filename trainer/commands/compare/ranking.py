@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.comparison_report import ComparedFigures, EntryFigures, RatioFigures, Row, SpeedFigures
+from trainer.commands.compare.comparison_report import (
+    ComparedFigures,
+    EntryFigures,
+    EntryRuns,
+    RatioFigures,
+    SpeedFigures,
+)
 from trainer.commands.compare.exactness import exactness_of
 from trainer.commands.trials import significance
 from trainer.commands.trials.report import listed
@@ -17,7 +23,9 @@ STAND_IN = "on CPU cores"
 NO_DIFFERENCE = "no difference shown"
 
 
-def tabulate(rows: Sequence[Row], error: float = significance.ERROR) -> tuple[list[EntryFigures], list[Difference]]:
+def tabulate(
+    rows: Sequence[EntryRuns], error: float = significance.ERROR
+) -> tuple[list[EntryFigures], list[Difference]]:
     """The rows of the table, and the pairs that were compared; `error`: probability that any pair is said to differ
     that does not.
     """
@@ -29,7 +37,7 @@ def tabulate(rows: Sequence[Row], error: float = significance.ERROR) -> tuple[li
 
 
 def _figures(
-    row: Row, rows: Sequence[Row], against: Mapping[tuple[str, str], Difference], is_fair: bool
+    row: EntryRuns, rows: Sequence[EntryRuns], against: Mapping[tuple[str, str], Difference], is_fair: bool
 ) -> EntryFigures:
     entry, reference = row.entry, _reference_of(row, rows)
     pair = against.get((entry.name, reference.entry.name))
@@ -73,7 +81,7 @@ def _figures(
     )
 
 
-def _reference_of(row: Row, rows: Sequence[Row]) -> Row:
+def _reference_of(row: EntryRuns, rows: Sequence[EntryRuns]) -> EntryRuns:
     """What an entry's ratio is to: single at the same swept value, else single, else the first entry of all."""
     singles = [other for other in rows if other.entry.traits.reference]
     same = [other for other in singles if other.entry.value == row.entry.value]
@@ -128,11 +136,11 @@ def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> Ratio
     return RatioFigures(median(paired), min(paired), max(paired), paired)
 
 
-def _passes_through(row: Row) -> bool:
+def _passes_through(row: EntryRuns) -> bool:
     return any((result.get("data_parallel") or {}).get("pass_through") for result in row.results.values())
 
 
-def _label(row: Row) -> str:
+def _label(row: EntryRuns) -> str:
     if _passes_through(row):
         return PASS_THROUGH
     devices: list[str] = next((result["devices"] for result in row.results.values()), [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.commands.trials.engine import AGAIN, Engine, Trial, drop_weights
+from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialRun, drop_weights
 from trainer.commands.trials.measuring import answers
 from trainer.processes import family
 from trainer.saving.files import writing
@@ -109,11 +109,11 @@ class CheckRunner:
         self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timed: bool = False
     ) -> dict[str, Any]:
         """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
-        is measured in turn with something else is measured anew. Its weights are not kept. Raises Failed.
+        is measured in turn with something else is measured anew. Its weights are not kept. Raises TrialFailed.
         """
         variables = {"NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
-        trial = Trial(f"runs/{name}", [*QUIET, *words], devices=(), environment=variables)
-        engine = Engine(self.folder, timeout=TIMEOUT)
+        trial = TrialRun(f"runs/{name}", [*QUIET, *words], devices=(), environment=variables)
+        engine = TrialEngine(self.folder, timeout=TIMEOUT)
         if timed:
             shutil.rmtree(engine.path(trial), ignore_errors=True)
         result: dict[str, Any] = engine.value(trial)

@@ -16,7 +16,7 @@ from trainer.commands.sweep import results, sweep_pictures
 from trainer.commands.sweep.results import Metric, RunFigures, SweepReport
 from trainer.commands.sweep.sampling import Sampler
 from trainer.commands.sweep.space import Places, SearchSpace, SweepTrial
-from trainer.commands.trials.engine import AGAIN, Engine, Failed, Outcome, Trial, claim
+from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialFailed, TrialOutcome, TrialRun, claim
 from trainer.commands.trials.report import progress, tell_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
@@ -63,7 +63,7 @@ class Sweeping:
         sampled = space.trials is not None
         self.sampler = Sampler(space, folder, kind.larger_is_better) if sampled else None
         where = [places.words(place) for place in range(len(places.devices))]
-        self.engine = Engine(folder, where, space.base.grace + SAVING)
+        self.engine = TrialEngine(folder, where, space.base.grace + SAVING)
         self.trials: list[SweepTrial] = [] if sampled else space.combinations()
         self.runs: dict[int, dict[int, RunFigures]] = {}  # by trial and seed
         self.total, self.done, self.begun = space.count() * space.repeats, 0, time.monotonic()
@@ -99,14 +99,14 @@ class Sweeping:
         say(f"  {self.metric.name} on {self.metric.images}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
 
-    def _trials(self) -> Iterator[Trial]:
+    def _trials(self) -> Iterator[TrialRun]:
         """Without those whose trial has failed."""
         for trial, repeat in self._in_order():
             seed = self.space.seeds[repeat]
             if all(run.error is None for run in self.runs.get(trial.number, {}).values()):
                 name, words = trial.folder(seed if repeat else None), self.space.typed(trial.values)
                 seeded = seed if repeat else None
-                yield Trial(name, words, seeded, read=self._read, resumes=True, key=(trial, seed))
+                yield TrialRun(name, words, seeded, read=self._read, resumes=True, key=(trial, seed))
 
     def _in_order(self) -> Iterator[tuple[SweepTrial, int]]:
         """Every combination with the first seed, then with the next: what is stopped early tells most. What is sampled
@@ -123,10 +123,10 @@ class Sweeping:
         value = finite(result.get(f"best_{self.metric.name}"))
         if value is None:
             line = f"no epoch was evaluated, so there is no {self.metric.name}: raise max_steps, or give data.root"
-            raise Failed(line, RecipeError.code)
+            raise TrialFailed(line, RecipeError.code)
         return value
 
-    def _told(self, trial: Trial, outcome: Outcome) -> None:
+    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
         """A run has ended, or was done before."""
         swept, seed = trial.key
         result = usable_json(self.engine.path(trial) / "result.json")

@@ -3,12 +3,12 @@
 A command says which trials, and what their results mean:
 
     with claim(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
-        Engine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]]).run(trials(), told)
+        TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]]).run(trials(), told)
 
 `claim` holds the folder, refuses one that holds something else, and says at Ctrl-C and SIGTERM what to type. `trials()`
 is asked for the next trial whenever a place is free, so that what it yields may depend on the outcomes that `told` has
 heard. With one place they run in turn, in the order in which they are yielded (A B C A B C ...). A trial that was done
-before is not done again; one that failed or was stopped is done anew, or goes on (`Trial.resumes`).
+before is not done again; one that failed or was stopped is done anew, or goes on (`TrialRun.resumes`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FEW_WINDOWS = 5  # have no median to speak of
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """One run, as a user would type it."""
 
     name: str  # its folder below the engine's; what it prints goes into a .log file beside that
@@ -52,15 +52,15 @@ class Trial:
     seed: int | None = None  # None: what the words say
     devices: Sequence[str] | None = None  # words of where it runs; None: those of the place that is free
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
-    # Makes its value of its folder and its result.json, and removes what need not be kept. Failed: it is of no use. A
-    # KeyError, as of a file that is damaged: it is to be done anew.
+    # Makes its value of its folder and its result.json, and removes what need not be kept. TrialFailed: it is of no
+    # use. A KeyError, as of a file that is damaged: it is to be done anew.
     read: Callable[[Path, dict[str, Any]], Any] = lambda path, result: result
     resumes: bool = False  # whether it goes on where it was stopped; else it begins anew
     key: Any = None  # what the command knows it by
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended."""
 
     value: Any = None  # what was read from its result
@@ -69,7 +69,7 @@ class Outcome:
     seconds: float | None = None  # from its start to its end; None where it was done before
 
 
-class Failed(TrainerError):
+class TrialFailed(TrainerError):
     """A run ended with an exit code other than 0."""
 
     def __init__(self, line: str, code: int) -> None:
@@ -78,15 +78,15 @@ class Failed(TrainerError):
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    trial: Trial
+class _RunningTrial:
+    trial: TrialRun
     place: int
     child: subprocess.Popen[str]
     stack: ExitStack
     begun: float
 
 
-class Engine:
+class TrialEngine:
     """Runs trials in a folder.
 
     Args:
@@ -100,15 +100,15 @@ class Engine:
     ) -> None:
         self.folder, self.places, self.grace, self.timeout = folder, places, grace, timeout
         self.seconds: dict[Path, float] = {}  # of the latest trial in each folder of `folder`, start-up and all
-        self._running: list[_UnderWay] = []
+        self._running: list[_RunningTrial] = []
 
-    def path(self, trial: Trial) -> Path:
+    def path(self, trial: TrialRun) -> Path:
         return self.folder / trial.name
 
-    def log(self, trial: Trial) -> Path:
+    def log(self, trial: TrialRun) -> Path:
         return self.folder / f"{trial.name}.log"
 
-    def run(self, trials: Iterable[Trial], told: Callable[[Trial, Outcome], object]) -> None:
+    def run(self, trials: Iterable[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
         """Run all; `told` hears of each as it ends.
 
         Raises:
@@ -133,13 +133,13 @@ class Engine:
             while self._running:
                 self._running.pop().stack.close()
 
-    def value(self, trial: Trial) -> Any:
-        """What is read from one trial. Raises Failed."""
-        outcomes: list[Outcome] = []
+    def value(self, trial: TrialRun) -> Any:
+        """What is read from one trial. Raises TrialFailed."""
+        outcomes: list[TrialOutcome] = []
         self.run([trial], lambda _, outcome: outcomes.append(outcome))
         [outcome] = outcomes
         if outcome.error is not None:
-            raise Failed(outcome.error, outcome.code)
+            raise TrialFailed(outcome.error, outcome.code)
         return outcome.value
 
     def left(self, waiting: Iterable[tuple[str, float]]) -> float:
@@ -147,23 +147,23 @@ class Engine:
         taken = [(self.seconds.get((self.folder / name).parent, START), more) for name, more in waiting]
         return sum(seconds + more for seconds, more in taken) / len(self.places)
 
-    def kept(self, trial: Trial) -> Outcome | None:
+    def kept(self, trial: TrialRun) -> TrialOutcome | None:
         """How a trial ended before that need not run again; None where it is to run."""
         path = self.path(trial)
         result = usable_json(path / "result.json")
         if trial.resumes and result.get("status") == "failed" and result.get("exit_code") == NotFiniteError.code:
-            return Outcome(error=str(result.get("error")), code=NotFiniteError.code)
+            return TrialOutcome(error=str(result.get("error")), code=NotFiniteError.code)
         if result.get("status") != "completed" or not (trial.resumes or _words_of(path) == list(trial.words)):
             return None
         try:
             damaged = not trial.resumes and read_steps(path / "steps.csv")[1]
-            return None if damaged else Outcome(trial.read(path, result))
-        except Failed as error:
-            return Outcome(error=str(error), code=error.code)
+            return None if damaged else TrialOutcome(trial.read(path, result))
+        except TrialFailed as error:
+            return TrialOutcome(error=str(error), code=error.code)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
-    def _begin(self, waiting: Iterator[Trial], told: Callable[[Trial, Outcome], object]) -> None:
+    def _begin(self, waiting: Iterator[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
         """Start trials wherever a place is free; those that are done already only count."""
         while free := {*range(len(self.places))} - {running.place for running in self._running}:
             trial = next(waiting, None)
@@ -174,7 +174,7 @@ class Engine:
             else:
                 self._running.append(self._started(trial, min(free)))
 
-    def _started(self, trial: Trial, place: int) -> _UnderWay:
+    def _started(self, trial: TrialRun, place: int) -> _RunningTrial:
         path, log = self.path(trial), self.log(trial)
         more = {"logging.progress": "false"} | ({} if trial.seed is None else {"seed": str(trial.seed)})
         words = merged(trial.words, self.places[place] if trial.devices is None else trial.devices)
@@ -192,21 +192,21 @@ class Engine:
         with output:
             variables = {**os.environ, **trial.environment}
             started = family.started(command, None, variables, subprocess.DEVNULL, output, subprocess.STDOUT)
-            return _UnderWay(trial, place, stack.enter_context(started), stack, time.perf_counter())
+            return _RunningTrial(trial, place, stack.enter_context(started), stack, time.perf_counter())
 
-    def _outcome(self, running: _UnderWay) -> Outcome | None:
+    def _outcome(self, running: _RunningTrial) -> TrialOutcome | None:
         """How a run has ended; None as long as it goes on."""
         code, seconds = running.child.poll(), time.perf_counter() - running.begun
         if code is None:
             hangs = f"it did not end within {self.timeout:.0f} s"
-            return Outcome(None, hangs, PeerError.code, seconds) if seconds > self.timeout else None
+            return TrialOutcome(None, hangs, PeerError.code, seconds) if seconds > self.timeout else None
         done = self.kept(running.trial) if code == 0 else None
         if done is None:
             line = failure_line(self.log(running.trial), code)
-            return Outcome(None, line, code if code > 0 else 128 - code if code else 1, seconds)
-        return Outcome(done.value, done.error, done.code, seconds)
+            return TrialOutcome(None, line, code if code > 0 else 128 - code if code else 1, seconds)
+        return TrialOutcome(done.value, done.error, done.code, seconds)
 
-    def _tell(self, told: Callable[[Trial, Outcome], object], trial: Trial, outcome: Outcome) -> None:
+    def _tell(self, told: Callable[[TrialRun, TrialOutcome], object], trial: TrialRun, outcome: TrialOutcome) -> None:
         """What it took, or about what it once did, is remembered."""
         took = usable_json(self.path(trial) / "result.json").get("seconds")
         before = START + took if isinstance(took, int | float) else START

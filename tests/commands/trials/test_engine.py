@@ -42,6 +42,8 @@ def test_what_is_stopped_goes_on_where_it_was(command, error, code, machine, cap
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "kept" in said and (" ".join(again) or "the same words") in said
     assert json.loads((tmp_path / "out" / file).read_text())["status"] == "interrupted"
+    left = [json.loads(path.read_text())["status"] for path in (tmp_path / "out").rglob("result.json")]
+    assert left.count("preempted") == 1, "the run under way was told to save and leave"
     before, machine.ran = machine.ran, []
     assert answer([*words, *again]) == 0
     assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, (

@@ -13,8 +13,6 @@ from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.simulated.simcuda.sources import branches
 from tests.telemetry.event_values import scalars
-from trainer.commands.compare.comparing import _stands_in
-from trainer.commands.compare.entries import Entry
 from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
@@ -126,7 +124,7 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
 # Conditions that ask for CUDA and do not come out so here, each with its reason.
 ELSEWHERE = {
     "commands/sweep/space.py Places.of: name != 'cpu'": "one trial a card: tests/commands/sweep/test_space.py",
-    "commands/plan/speed_probe.py _measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
+    "commands/plan/speed_probe.py measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
     "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
     "commands/submit/submission.py _gpus: name != 'cpu'": "no device at all: tests/commands/submit/test_submission.py",
     "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
@@ -150,7 +148,7 @@ ELSEWHERE = {
     ),
     "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
     "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
-    "commands/plan/speed_probe.py _measure: task.kind == 'cuda'": "the same",
+    "commands/plan/speed_probe.py measure: task.kind == 'cuda'": "the same",
     "commands/plan/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
         "wants speeds measured on cards"
     ),
@@ -185,7 +183,6 @@ def everywhere(folder):
         software.nccl(found, 1)
         assert found.problems == []
         assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
-        assert not _stands_in(Entry("dp", (), load(None, "mode=dp")))
         assert check_devices(["cuda", "cpu"])[0] == CARD
         for refused in (
             lambda: present(["cuda:2"], 2),

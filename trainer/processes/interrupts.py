@@ -254,14 +254,16 @@ def what_is_done_is_kept(again: str = "the same words continue it") -> Iterator[
     def stop(number: int, frame: FrameType | None) -> None:
         raise Preempted("stopped by SIGTERM")
 
-    before = signal.signal(signal.SIGTERM, stop)
+    main = threading.current_thread() is threading.main_thread()  # other threads of a program hear no signal
+    before = signal.signal(signal.SIGTERM, stop) if main else None
     try:
         yield
     except (KeyboardInterrupt, Preempted) as error:
         how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
         raise kind(f"stopped by {how}; what was done is kept, and {again}") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

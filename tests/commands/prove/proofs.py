@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
-from trainer.commands.compare.comparison_report import this_machine
 from trainer.commands.prove import fast, find_devices, proving, right
+from trainer.commands.trials.report import this_machine
 from trainer.training.reporting import versions
 
 FAULTY = Path(__file__).parent / "faulty"
@@ -26,7 +26,7 @@ def begin(folder, *names, **done):
     bound = proving.bound_to(asdict(this_machine()), versions(), DEVICES.names)
     rows = {name: row() for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"
-    (folder / proving.KEPT).write_text(json.dumps({"bound": bound, "checks": {**rows, **done}}))
+    (folder / proving.KEPT).write_text(json.dumps({"asked": bound, "checks": {**rows, **done}}))
     return folder
 
 

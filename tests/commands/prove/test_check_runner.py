@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.commands.prove.proofs import DEVICES
-from trainer.commands.compare.running import Failed
-from trainer.commands.prove import check_runner, find_devices
+from trainer.commands.prove import find_devices
 from trainer.commands.prove.check_runner import CheckRunner, Devices
+from trainer.commands.trials.engine import TrialFailed
 from trainer.errors import PeerError
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
@@ -26,15 +26,8 @@ def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
 
 
 def test_a_run_that_fails_tells_its_own_line(tmp_path):
-    with pytest.raises(Failed, match="recipe=digits"):
+    with pytest.raises(TrialFailed, match="recipe=digits"):
         CheckRunner(tmp_path, DEVICES).train("x", ["recipe=digts"])
-
-
-def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_runner, "TIMEOUT", 2.0)
-    with pytest.raises(PeerError, match=r"\b2 s\b") as error:
-        CheckRunner(tmp_path, DEVICES).train("x", SHORT, {"TRAINER_FAULT": "hang@0:1"})
-    assert error.value.code == 7
 
 
 def test_a_measuring_process_that_fails_tells_why(tmp_path):

@@ -9,18 +9,19 @@ from dataclasses import replace
 import pytest
 
 from trainer.commands.prove.check_runner import measured, right, wrong
-from trainer.commands.prove.proving import KEPT, Kept, bound_to, claim
+from trainer.commands.prove.proving import HOME, KEPT, Kept, bound_to
+from trainer.commands.trials.engine import claim
 from trainer.errors import FolderInUseError
 
 BOUND = {"machine": "a", "versions": "b", "devices": "cpu,cpu"}
 
 
 def test_outcomes_come_back_as_they_were(tmp_path):
-    one = Kept(tmp_path, BOUND)
+    one = Kept(tmp_path)
     one.keep("sums", replace(right("fine", done=24), seconds=3.2))
     one.keep("speed", measured("9 images/s", rate=9.0))
     one.keep("copies", wrong("odd", "mend it"))
-    again = Kept(tmp_path, BOUND)
+    again = Kept(tmp_path)
     assert again.outcomes == {
         "sums": right("fine", done=24), "speed": measured("9 images/s", rate=9.0), "copies": wrong("odd", "mend it"),
     }  # fmt: skip
@@ -33,36 +34,19 @@ def test_outcomes_come_back_as_they_were(tmp_path):
 )
 def test_damage_is_done_again(text, tmp_path):
     (tmp_path / KEPT).write_text(text)
-    assert Kept(tmp_path, BOUND).outcomes == {}
+    assert Kept(tmp_path).outcomes == {}
 
 
 @pytest.mark.parametrize("key", BOUND)
 def test_of_another_machine_versions_or_devices_it_is_refused(key, tmp_path):
-    with claim(str(tmp_path / "proof"), BOUND) as one:
-        one.keep("sums", right("fine"))
-    with claim(str(tmp_path / "proof"), BOUND) as one:
-        assert [*one.outcomes] == ["sums"]
-    with (
-        pytest.raises(FolderInUseError, match=rf"\bproof .*\b{key}\b.*output="),
-        claim(str(tmp_path / "proof"), {**BOUND, key: "c"}),
-    ):
-        pass
+    def held(bound):
+        with claim(str(tmp_path / "proof"), HOME, "proof", KEPT, bound) as folder:
+            return Kept(folder)
 
-
-def test_without_a_folder_another_proof_goes_beside(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for versions, name in (("b", "proof"), ("c", "proof-2"), ("b", "proof"), ("d", "proof-3")):
-        with claim(None, {**BOUND, "versions": versions}) as one:
-            assert str(one.folder) == f"runs/{name}"
-
-
-def test_two_at_once_are_one_too_many(tmp_path):
-    with (
-        claim(str(tmp_path), BOUND),
-        pytest.raises(FolderInUseError, match="in use"),
-        claim(str(tmp_path), BOUND),
-    ):
-        pass
+    held(BOUND).keep("sums", right("fine"))
+    assert [*held(BOUND).outcomes] == ["sums"]
+    with pytest.raises(FolderInUseError, match=rf"\bproof .*\b{key}\b.*output="):
+        held({**BOUND, key: "c"})
 
 
 def test_what_binds_names_nobody():

@@ -10,11 +10,11 @@ import socket
 import pytest
 
 from tests.pages import GUIDE
-from trainer.commands.compare.comparison_report import MachineFigures
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.check_runner import right as is_right
 from trainer.commands.prove.proof_page import anonymous, draw, markdown, proof_of
+from trainer.commands.trials.report import MachineFigures
 
 CARD = "NVIDIA A100-SXM4-80GB"
 GPUS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)

@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,45 +93,6 @@ def test_a_machine_without_a_fault_is_right(tmp_path, full):
 # --- stopped, and gone on with ----------------------------------------------------------------------------------------
 
 
-def living(folder):
-    """Processes with the proof's folder in their command line."""
-    alive = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if str(folder).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
-                alive.append(path.parent.name)
-    return alive
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_stopped_it_keeps_what_is_done_and_goes_on(number, code, tmp_path, full):
-    if number is not signal.SIGTERM and not full:
-        pytest.skip("one of three signals in the fast tests: --all")
-    folder = begin(tmp_path / "proof", "copies", "mode ddp")
-    words = [sys.executable, "-m", "trainer", "prove", "devices=[cpu,cpu]", f"output={folder}", "minutes=60"]
-    started = warm.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not (folder / "runs" / "single").exists() and time.monotonic() < end:
-        time.sleep(0.05)  # the second check is at work
-    started.send_signal(number)
-    out, err = started.communicate(timeout=60)
-    assert started.returncode == code, out + err
-    if code > 0:
-        assert err.startswith("trainer: stopped by ") and "kept" in err, err
-        assert proof(folder)["status"] == "incomplete"
-    time.sleep(0.5)
-    assert living(folder) == []
-    rows = json.loads((folder / proving.KEPT).read_text())["checks"]
-    assert rows["copies"]["status"] == "right" and "mode ddp" not in rows
-    before = (folder / "measured" / "copies" / "0.json").stat().st_mtime_ns
-    done = prove(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(CHECKS) - 1} of {len(CHECKS)} checks are done already" in done.stdout
-    assert (folder / "measured" / "copies" / "0.json").stat().st_mtime_ns == before
-    assert done.stdout.count("] ") == 1 and found(folder, "mode ddp")["status"] == "right"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [["minutes=60"], ["minutes=0.01"]], ids=["asked again", "no time to ask again"])
 def test_a_machine_that_was_found_wrong_stays_wrong_after_a_stop(again, tmp_path, full):
@@ -163,7 +122,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert done.returncode == 8 and re.search(r"\bmine .*\boutput=", done.stderr)
     folder = begin(tmp_path / "proof")
     found = json.loads((folder / proving.KEPT).read_text())
-    (folder / proving.KEPT).write_text(json.dumps({**found, "bound": {**found["bound"], "machine": "another"}}))
+    (folder / proving.KEPT).write_text(json.dumps({**found, "asked": {**found["asked"], "machine": "another"}}))
     done = prove(folder)
     assert done.returncode == 8 and re.search(r"\bproof .*\bmachine\b.*\boutput=", done.stderr)
 
@@ -180,7 +139,7 @@ def proving_of(tmp_path, checks, minutes, monkeypatch):
     monkeypatch.setattr(proving.right, "checks", lambda devices: checks)
     monkeypatch.setattr(proving.fast, "checks", lambda devices: [])
     monkeypatch.setattr(proving.subprocess, "run", lambda *given, **named: None)
-    return proving.Proving(proving.Kept(tmp_path, {}), DEVICES, minutes)
+    return proving.Proving(proving.Kept(tmp_path), DEVICES, minutes)
 
 
 def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatch, capsys):

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from trainer.commands.compare.running import Failed
 from trainer.commands.prove import fast, held_out, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
 from trainer.commands.prove.right import digits, held_out_ways, modes_here, pipeline
+from trainer.commands.trials.engine import TrialFailed
 from trainer.devices.assignment import assign_devices
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules
@@ -118,9 +118,9 @@ def test_only_what_an_older_torch_lacks_may_be_refused(mode, code, status, tmp_p
     """Anything else that does not run is wrong: it must not be taken for something that this machine need not do."""
     monkeypatch.setattr(right, "single", lambda runner: None)
     check = next(check for check in right.checks(machine("cpu", 2)) if check.name == f"mode {mode}")
-    one = runner(tmp_path, error=Failed("needs torch 2.14", code))
+    one = runner(tmp_path, error=TrialFailed("needs torch 2.14", code))
     if status is None:
-        with pytest.raises(Failed):
+        with pytest.raises(TrialFailed):
             check.run(one)
     else:
         assert check.run(one) == Outcome("not here", "needs torch 2.14")

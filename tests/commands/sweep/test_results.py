@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.commands.sweep.results import Metric, tabulate
+from trainer.commands.sweep.results import Metric, RunFigures, tabulate
 from trainer.commands.sweep.space import SweepTrial
-from trainer.commands.sweep.trial_runner import TrialOutcome
 
 TOP1 = Metric("top1", True, "held-out images")
 
@@ -16,10 +15,10 @@ def worse(values, images):
     """How many trials are shown to be worse than the best; `values`: a row a trial, a column a seed."""
     trials = [SweepTrial(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
     outcomes = {
-        trial.number: {seed: TrialOutcome(float(value), 1, 1.0, images) for seed, value in enumerate(row)}
+        trial.number: {seed: RunFigures(float(value), 1, 1.0, images) for seed, value in enumerate(row)}
         for trial, row in zip(trials, values, strict=True)
     }
-    rows = tabulate(trials, outcomes, {}, len(values[0]), TOP1)
+    rows = tabulate(trials, outcomes, len(values[0]), TOP1)
     return sum(row.compared == "worse" for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Ranges: what Optuna samples, what it ends early, and how a stopped sweep goes on. With a stand-in for the runs."""
+"""Ranges: what Optuna samples, and how a stopped sweep goes on. With a stand-in for the runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.commands import sweep
-from trainer.commands.sweep import sources
+from trainer.commands.sweep import sampling
 from trainer.errors import Interrupted
 
 pytest.importorskip("optuna", reason="pip install optuna")
@@ -29,8 +29,8 @@ def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
     report = swept("trials=30", "threads=2")
     found = rates(report)
     assert len({*found}) == 30 and all(0.001 <= rate <= 1 for rate in found)
-    assert sum(rate < 0.03 for rate in found[: sources.RANDOM]) >= 2, "on a linear scale 3 % are that small"
-    late = found[sources.RANDOM :]
+    assert sum(rate < 0.03 for rate in found[: sampling.RANDOM]) >= 2, "on a linear scale 3 % are that small"
+    late = found[sampling.RANDOM :]
     assert sum(0.03 < rate < 0.3 for rate in late) > len(late) / 2, "the best is 0.1"
     out = capsys.readouterr().out
     assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(
@@ -52,18 +52,6 @@ def test_whole_numbers_and_lists_beside_a_range(machine):
     assert {row["values"]["model.name"] for row in report["trials"]} == {"cnn", "mlp"}
 
 
-def test_a_hopeless_trial_is_ended_early_and_not_repeated(machine):
-    machine.score = lambda words: 0.9 - len(machine.ran) / 100  # each is worse than those before
-    report = swept("trials=9", "repeats=2", "threads=2")
-    early = [row for row in report["trials"] if row["status"] == "ended early"]
-    assert early and all(row["trial"] > sources.UNPRUNED and row["epochs"] < 4 for row in early)
-    assert all(len(row["folders"]) == 1 for row in early)
-    assert any("ended early" in line for line in report["conclusion"])
-    ran = len(machine.ran)
-    again = swept("trials=9", "repeats=2", "threads=2")
-    assert len(machine.ran) == ran and again["trials"] == report["trials"]
-
-
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_stopped_sweep_goes_on_with_the_same_values(machine, torn):
     machine.faults["004"] = KeyboardInterrupt()
@@ -71,7 +59,7 @@ def test_a_stopped_sweep_goes_on_with_the_same_values(machine, torn):
         swept("trials=6", "threads=2")
     begun = machine.ran.copy()
     if torn:
-        with Path("out", sources.JOURNAL).open("a") as file:
+        with Path("out", sampling.JOURNAL).open("a") as file:
             file.write('{"op_code":4,"worker')
     machine.faults.clear()
     machine.ran.clear()
@@ -82,7 +70,7 @@ def test_a_stopped_sweep_goes_on_with_the_same_values(machine, torn):
 
 def test_a_stop_before_a_trial_has_its_values_loses_no_trial(machine):
     swept("trials=2", "threads=2")
-    sources._study(Path("out", sources.JOURNAL), sources_space(), True).ask()
+    sampling.Sampler(sources_space(), Path("out"), True).study.ask()
     report = swept("trials=4", "threads=2")
     assert len(report["trials"]) == 4
 

@@ -5,14 +5,17 @@ Each mode runs as a user would start it, in a process of its own.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.compare import entries
-from trainer.commands.compare.comparing import Comparison, claim
+from trainer.commands.compare.comparing import FILE, Comparison
 from trainer.commands.compare.comparison_report import ComparisonRequest
+from trainer.commands.trials.engine import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.rank import place
@@ -27,7 +30,7 @@ def command(words: Sequence[str]) -> int:
     options, rest = split_words(words, entries.OWN_WORDS)
     if options.get("repeats") == "auto":
         del options["repeats"]
-    report = compare(options.pop("recipe", ""), words=rest, **options)  # type: ignore[arg-type]  # none is `predicted`
+    report = compare(options.pop("recipe", ""), words=rest, **options)
     if any(row["samples_per_sec"] for row in report["entries"]):
         return 0
     codes = [row["exit_code"] for row in report["entries"] if row["exit_code"]]
@@ -48,7 +51,6 @@ def compare(
     output: str | Path | None = None,
     resume: str | None = None,
     steps: int | str | None = None,
-    predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Run every entry several times in fresh processes and return what compare.json holds.
 
@@ -63,12 +65,11 @@ def compare(
         output: the comparison's folder; None: runs/compare-<recipe>-<time>.
         resume: "auto" continues the comparison in `output`: finished repeats stay.
         steps: measured ones of a run; None: about as many as take 4 s, or what max_steps and epochs in words say.
-        predicted: images/s by entry, for a column beside the measured ones.
 
     Raises:
         RecipeError: nothing could run with these words.
         FolderInUseError: the folder holds a comparison, or another run writes there.
-        Interrupted: Ctrl-C; the tables hold what was done before.
+        Interrupted, Preempted: Ctrl-C, SIGTERM; the tables hold what was done before.
     """
     recipe = str(recipe) if isinstance(recipe, Path) else recipe
     if isinstance(recipe, Mapping):
@@ -96,9 +97,11 @@ def compare(
         repeats=repeats,
         settings=base.replace(output=None, resume=None).model_dump(mode="json"),
     )
-    with claim(output, name, resume is not None, asdict(asked)) as folder:
+    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    resumes = resume is not None
+    with claim(output, Path(stem), "comparison", FILE, asdict(asked), free=("repeats",), resume=resumes) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return Comparison(folder, name, base, rows, swept, asked, word, predicted or {}).run().to_dict()
+        return Comparison(folder, name, base, rows, swept, asked, word).run().to_dict()
 
 
 def _check_kinds(words: object, sweep: object, output: object) -> None:

@@ -1,175 +1,170 @@
-"""One comparison, from its folder and its checks to its pictures."""
+"""One comparison: which runs there are, what is read from them, and what is told at the end."""
 
 from __future__ import annotations
 
 import json
-import re
+import math
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
-from trainer.commands.compare import comparison_table, ranking, running, significance
-from trainer.commands.compare.comparison_report import (
-    ComparisonReport,
-    ComparisonRequest,
-    Others,
-    this_machine,
-)
+from trainer.commands.compare import comparison_table, ranking
+from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, EntryRuns, Length
 from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import batch_dependent
-from trainer.commands.compare.running import Failed, Length, Repeats, Runner
-from trainer.commands.plan import plan
-from trainer.devices import cards
-from trainer.errors import FolderInUseError, Interrupted, RecipeError, TrainerError
-from trainer.processes import resources
+from trainer.commands.trials import significance
+from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
+from trainer.commands.trials.report import Others, progress, tell_files, this_machine
+from trainer.errors import Preempted
+from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
-from trainer.saving.files import usable_json, write_atomically
-from trainer.saving.locks import folder_of
+from trainer.saving.files import usable_json
 from trainer.telemetry.readable import number
 
 FILE = "compare.json"
-START = 4.0  # seconds, about, before a process has its libraries
-
-
-def predictions(
-    entries: Sequence[Entry], folders: Sequence[Path | None], plugin: str | None = None
-) -> dict[str, float]:
-    """Images/s by entry, without those that nothing can be said of.
-
-    One process is predicted from the run of `single`; several from a measurement of their computing side by side and of
-    their exchange, since one alone tells of neither.
-
-    `folders` has a finished run of each entry, None where there is none.
-    """
-    source = next(
-        (folder for entry, folder in zip(entries, folders, strict=True) if entry.traits.reference and folder), None
-    )
-    speeds: dict[str, float] = {}
-    for entry in entries:
-        several = entry.ranks > 1
-        if entry.traits.reference or entry.problem or _stands_in(entry) or not (several or source):
-            continue
-        measured = "here" if several else str(source)
-        try:
-            planned = plan(entry.recipe.replace(threads=entry.threads), entry.ranks, measured=measured, plugin=plugin)
-        except (TrainerError, RuntimeError, ValueError):  # as of another model or precision than was measured
-            continue
-        if planned["predicted_samples_per_sec"] is not None:
-            speeds[entry.name] = planned["predicted_samples_per_sec"]
-    return speeds
-
-
-def _stands_in(entry: Entry) -> bool:
-    """Whether a CPU does in turn what devices would do at the same time, which a plan is about."""
-    if "cpu" not in entry.recipe.devices and cards.detect().count:
-        return False
-    return (entry.traits.micro_batches and entry.ranks == 1) or entry.ranks * entry.threads > resources.cores()
-
-
-@contextmanager
-def claim(output: str | None, name: str, resume: bool, asked: dict[str, Any]) -> Iterator[Path]:
-    """The comparison's folder, held under a lock. Raises FolderInUseError, RecipeError, SetupError."""
-    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with folder_of(output, Path(stem), "run") as path:
-        kept = usable_json(path / FILE)
-        before = kept.get("asked")
-        before = before if isinstance(before, dict) else None
-        used = before is not None or any((path / file).exists() for file in ("runs", "recipe.yaml", "result.json"))
-        if used and not resume:
-            raise FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
-        if used and before is None:
-            raise FolderInUseError(f"{path} holds something other than a comparison; choose another output=")
-        for key, value in asked.items() if before else ():
-            if before and key != "repeats" and before.get(key) != value:
-                what = f"compares with {key} {before.get(key)}, not {value}; put it back or"
-                what = "compares an older version of the recipe;" if key == "settings" else what
-                raise RecipeError(f"resume=auto: {path} {what} choose another output=")
-        write_atomically(path / FILE, json.dumps({**kept, "asked": asked}, indent=2) + "\n")
-        yield path
+CHECKED_STEPS = 20  # whose losses are held against single's
+CHECK, ROUNDED = 0, -1  # repeats that are not timed
+SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
+POINTS = 20  # rows of steps.csv in a run: enough for a curve, too few to slow it
+QUIET = ["save.every_epochs=null"]
+NEEDED = {"data", "batch_size", "step_time_s", "throughput", "seconds_in", "peak_memory_bytes", "devices", "versions"}
 
 
 class Comparison:
-    """One comparison under way."""
+    """One comparison under way; `word` is the recipe that the command line gets."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        base: Recipe,
-        entries: list[Entry],
-        sweep: Sweep | None,
-        asked: ComparisonRequest,
-        word: str,
-        predicted: Mapping[str, float],
-    ) -> None:
-        self.folder, self.name, self.base, self.entries, self.sweep = folder, name, base, entries, sweep
-        self.asked, self.predicted = asked, predicted
-        self.runner = Runner(folder, word, asked.plugin)
-        self.rows = [Repeats(error=entry.problem) for entry in entries]
-        self.parts = _parts(entries)
+        self, folder: Path, name: str, base: Recipe, entries: list[Entry], sweep: Sweep | None,
+        asked: ComparisonRequest, word: str,
+    ) -> None:  # fmt: skip
+        self.folder, self.name, self.base, self.sweep, self.asked = folder, name, base, sweep, asked
+        self.first = [f"recipe={word}", *([f"plugin={asked.plugin}"] if asked.plugin else [])]
+        self.engine, self.rows = TrialEngine(folder), rows_of(entries)
         self.repeats: int = asked.repeats or significance.LOOKS[0]  # so far
-        kept: Any = usable_json(folder / FILE).get("length")
-        whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
-        whole = whole and all(isinstance(number, int) and number > 0 for number in kept.values())
-        self.length: Length | None = Length(**kept) if whole else None
+        self.length: Length | None = _kept_length(folder)
         self.begun, self.others = time.perf_counter(), Others()
-        self.able, self.done = sum(row.error is None for row in self.rows), 0  # entries, runs
-        self.seconds: dict[str, float] = {}  # of each entry's latest run, start-up and all
+        self.able, self.done = len([*self._able()]), 0  # entries, runs
 
     def run(self) -> ComparisonReport:
         """From the checks to the pictures."""
         status = "failed"
         try:
-            self._measure()
+            say(f"comparing {self.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
+            for entry in (row.entry for row in self.rows):
+                how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
+                say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
+            self.engine.run(self._trials(), self._told)
             status = "completed"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Preempted):
             status = "interrupted"
-            where = f"output={self.folder} resume=auto"
-            raise Interrupted(
-                f"stopped by Ctrl-C; the results so far are in {self.folder}: continue with {where}"
-            ) from None
+            raise
         finally:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
-            files = [f"{self.folder}/compare.md", ".csv", ".json", *(path.name for path in self._draw(report))]
-            say(f"  tables   {', '.join(files)}")
-            say(f"  watch    python -m tensorboard.main --logdir {self.folder}/tensorboard")
+            tell_files(self.folder, "compare", self.folder / "tensorboard", partial(self._draw, report))
         return report
 
-    def _measure(self) -> None:
-        say(f"comparing {self.name}: {len(self.entries)} entries x {self.repeats} repeats, in {self.folder}")
-        for entry in self.entries:
-            how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
-            say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
-        self._round(0)
-        checked = [row.results[0] for row in self.rows if 0 in row.results]
+    def _able(self) -> Iterator[EntryRuns]:
+        """Who has failed is left out."""
+        return (row for row in self.rows if row.error is None)
+
+    def _trials(self) -> Iterator[TrialRun]:
+        """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
+        for row in self._able():
+            yield self._check(row, CHECK, [])
+            if row.entry.traits.reference and not row.parts and CHECK in row.results:
+                yield from self._rounded(row)
+        checked = [row.results[CHECK] for row in self.rows if CHECK in row.results]
         if not checked:
             return
         fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked.words)
-        self.length = self.length or running.choose_length(self.base, checked, self.asked.steps, fixed)
+        self.length = self.length or choose_length(self.base, checked, self.asked.steps, fixed)
         self._write("running")
         more = "" if self.asked.repeats else ", or longer where a difference could go unnoticed"
         say(f"{self.length.steps} steps per run; {tqdm.format_interval(self._left())} left{more}")
         for repeat in self._rounds():
-            self._round(repeat)
+            for row in self._able():
+                typed = row.entry.words  # what the user says of length and logging goes first
+                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed))
             self._write("running")
-        timed = [self.runner.path(entry, 1) if 1 in row.results else None for entry, row in self._both()]
-        say("compared with what plan predicts from a few seconds of measuring")
-        self.predicted = {**predictions(self.entries, timed, self.asked.plugin), **self.predicted}
+
+    def _check(self, row: EntryRuns, repeat: int, more: Sequence[str]) -> TrialRun:
+        """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
+        recipe = row.entry.recipe
+        words = [f"max_steps={min(CHECKED_STEPS, recipe.max_steps or CHECKED_STEPS)}", "logging.every_steps=1"]
+        words += ["logging.tensorboard=false", "logging.verdict=false", *more]
+        words += ["precision=fp32"] * (recipe.precision == "tf32")
+        return self._trial(row, repeat, merged(row.entry.words, [*QUIET, *words]), {launching.EXACT: "1"})
+
+    def _rounded(self, row: EntryRuns) -> Iterator[TrialRun]:
+        """On a GPU the check once more, in smaller pieces if the batch divides: what rounding alone does to losses."""
+        pieces = 2 * row.entry.recipe.accumulate
+        if row.results[CHECK]["devices"][0].startswith("cuda"):
+            divides = row.entry.recipe.batch_size % pieces == 0
+            yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
+
+    def _trial(
+        self, row: EntryRuns, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> TrialRun:
+        key, read = (row, repeat), partial(self._read, repeat)
+        name = f"runs/{row.entry.slug}/{repeat}"
+        return TrialRun(name, [*self.first, *words], environment=environment or {}, read=read, key=key)
+
+    def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
+        """result.json. Weights go; of the curves, which repeat themselves, those of the first repeat stay, a folder an
+        entry.
+        """
+        if not result.keys() >= NEEDED:
+            raise KeyError("a result of something else")
+        drop_weights(path)
+        fresh, curves = sorted(path.glob("events.out.tfevents.*")), self.folder / "tensorboard" / path.parent.name
+        if repeat != 1:
+            for events in fresh:
+                events.unlink()
+        elif fresh:  # of a run that was done anew, the old ones would be a second curve
+            shutil.rmtree(curves, ignore_errors=True)
+            curves.mkdir(parents=True)
+            for events in fresh:
+                events.replace(curves / events.name)
+        return result
+
+    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
+        """A run has ended, or was done before."""
+        row, repeat = trial.key
+        steps = steps_of(self.engine.path(trial)) if outcome.error is None else []
+        if repeat == ROUNDED:  # without it the tolerance is that of the CPU
+            row.rounded = [float(step["train_loss"]) for step in steps]
+            return
+        news = "done"
+        if outcome.error is not None:
+            row.error = (outcome.error, outcome.code)
+            news = f"exit {outcome.code}: {outcome.error}"
+        else:
+            result = row.results[repeat] = outcome.value
+            if repeat == CHECK:
+                row.losses = [float(step["train_loss"]) for step in steps]
+            elif result["throughput"]:
+                rate = speed(steps, result["throughput"]["samples_per_sec"])
+                row.speeds[repeat] = rate * in_steps(result)
+                news = f"{number(row.speeds[repeat])} images/s"
+        self.done += 1
+        what = f"repeat {repeat}" if repeat else "check of the losses"
+        total, left = (self.repeats + 1) * self.able, self._left() if repeat else None
+        progress(self.done, total, f"{row.entry.name}, {what}", news, outcome.seconds, left)
 
     def _rounds(self) -> Iterator[int]:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
         for enough in () if self.asked.repeats else significance.LOOKS[1:]:
-            hiding = significance.unclear(
-                ranking.sound(*ranking.tabulate(self.entries, self.rows, self.parts, {}, self._error()))
-            )
+            hiding = significance.unclear(ranking.sound(*ranking.tabulate(self.rows, self._error())))
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
@@ -181,53 +176,19 @@ class Comparison:
         """Every look may err."""
         return significance.ERROR / (1 if self.asked.repeats else len(significance.LOOKS))
 
-    def _both(self) -> Iterator[tuple[Entry, Repeats]]:
-        return zip(self.entries, self.rows, strict=True)
-
     def _left(self) -> float:
         """Seconds that the runs to come will take: as each entry's latest, with the steps that it lacked."""
-        assert self.length is not None
-        left = 0.0
-        for entry, row in ((entry, row) for entry, row in self._both() if row.error is None):
+        waiting: list[tuple[str, float]] = []
+        for row in self._able():
             repeat, result = max(row.results.items())
             step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
-            lacking = (self.length.steps - result["steps"]) * step
-            left += (self.repeats - repeat) * (self.seconds[entry.name] + lacking)
-        return left
-
-    def _round(self, repeat: int) -> None:
-        """A B C: whatever changes in the machine from one round to the next meets all. Who has failed is left out."""
-        for entry, rows in self._both():
-            if rows.error is not None:
-                continue
-            begun = time.perf_counter()
-            try:
-                if repeat == 0:
-                    running.run_check(self.runner, entry, rows)
-                    self._note(entry, rows.results[repeat], begun)
-                    if entry.traits.reference and not self.parts[entry.name]:
-                        running.run_rounded(self.runner, entry, rows)
-                elif self.length is not None:
-                    running.run_timed(self.runner, entry, rows, repeat, self.length)
-                    self._note(entry, rows.results[repeat], begun)
-                speed = rows.speeds.get(repeat)
-                news = f"{number(speed)} images/s" if speed else "done"
-            except Failed as error:
-                rows.error = (str(error), error.code)
-                news = f"exit {error.code}: {error}"
-            self.done += 1
-            total = (self.repeats + 1) * self.able
-            what = f"repeat {repeat}" if repeat else "check of the losses"
-            left = f"; {tqdm.format_interval(self._left())} left" if repeat else ""
-            say(f"[{self.done}/{total}] {entry.name}, {what}: {news}, {time.perf_counter() - begun:.0f} s{left}")
-
-    def _note(self, entry: Entry, result: Mapping[str, Any], begun: float) -> None:
-        """What a run took that began then; of one that an earlier command did, about that."""
-        self.seconds[entry.name] = max(time.perf_counter() - begun, START + result["seconds"])
+            lacking = self.length.steps - result["steps"] if self.length else 0
+            waiting += [(f"runs/{row.entry.slug}/{repeat}", lacking * step)] * (self.repeats - repeat)
+        return self.engine.left(waiting)
 
     def _write(self, status: str) -> ComparisonReport:
         """The tables, with what there is so far."""
-        rows, pairs = ranking.tabulate(self.entries, self.rows, self.parts, self.predicted, self._error())
+        rows, pairs = ranking.tabulate(self.rows, self._error())
         runs = [result for row in self.rows for result in row.results.values()]
         report = ComparisonReport(
             recipe=self.name,
@@ -253,18 +214,14 @@ class Comparison:
         return report
 
     def _draw(self, report: ComparisonReport) -> list[Path]:
-        """Pictures must not hide what came before them."""
-        try:
-            made = comparison_table.draw(self.folder, report, self.entries, self.sweep)
-            comparison_table.to_tensorboard(self.folder, report, self.entries, made)
-        except Exception as error:
-            say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
-            return []
+        entries = [row.entry for row in self.rows]
+        made = comparison_table.draw(self.folder, report, entries, self.sweep)
+        comparison_table.to_tensorboard(self.folder, report, entries, made)
         return made
 
     def _command(self) -> str:
         asked = self.asked
-        words = [self.runner.first[0]]
+        words = [self.first[0]]
         if asked.modes is not None:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked.modes)}]")
         keys = ("sweep", "nproc", "plugin", "steps", "repeats")
@@ -272,13 +229,56 @@ class Comparison:
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked.words])
 
 
-def _parts(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """What in each entry's model depends on how a batch is divided."""
+def rows_of(entries: Sequence[Entry]) -> list[EntryRuns]:
+    """Each with what in its model depends on how a batch is divided."""
     models: dict[str, list[str]] = {}
-    parts = {}
+    rows = []
     for entry in entries:
-        key = entry.recipe.model.model_dump_json()
-        if key not in models:
-            models[key] = batch_dependent(entry.recipe)
-        parts[entry.name] = models[key]
-    return parts
+        model = entry.recipe.model.model_dump_json()
+        if model not in models:
+            models[model] = batch_dependent(entry.recipe)
+        rows.append(EntryRuns(entry, models[model], entry.problem))
+    return rows
+
+
+def _kept_length(folder: Path) -> Length | None:
+    """That of the runs so far."""
+    kept: Any = usable_json(folder / FILE).get("length")
+    whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
+    return Length(**kept) if whole and all(type(number) is int and number > 0 for number in kept.values()) else None
+
+
+def choose_length(
+    recipe: Recipe, checked: Sequence[Mapping[str, Any]], steps: int | None = None, fixed: bool = False
+) -> Length:
+    """How long the timed runs are to be: the same for all.
+
+    Args:
+        recipe: what all entries share.
+        checked: result.json of the checks that ended well.
+        steps: measured ones that the user wants; None: about as many as take the median entry 4 s.
+        fixed: the recipe's own length, which the user gave.
+    """
+    epoch = max(1, min(result["data"]["train_samples"] // result["batch_size"] for result in checked))
+    if fixed:
+        total = min(recipe.epochs * epoch, recipe.max_steps or recipe.epochs * epoch)
+        return Length(total, recipe.epochs, max(1, total // POINTS))
+    warmup = recipe.logging.warmup_steps
+    if steps is None:
+        times = [result["step_time_s"]["mean"] for result in checked if result["step_time_s"]]
+        steps = max(FEWEST, min(MOST, round(SECONDS / median(times)))) if times else FEWEST
+        if any(result["data"]["synthetic"] for result in checked) and recipe.data.name != "synthetic":
+            from trainer.training.speed_test import STEPS  # as many as a run without its data takes
+
+            steps = max(1, min(steps, STEPS - warmup))
+    total = warmup + steps
+    # One more than needed: workers of local SGD count their steps otherwise.
+    epochs = max(recipe.epochs, math.ceil(total / epoch) + 1)
+    return Length(total, epochs, max(1, steps // POINTS))
+
+
+def in_steps(result: Mapping[str, Any]) -> float:
+    """Share of its steps in a run's steps and averagings: local SGD's once an epoch is between steps, not in them."""
+    spent = result["seconds_in"]
+    averaging = spent.get("averaging", 0.0)
+    return float(spent["steps"] / (spent["steps"] + averaging)) if averaging and spent["steps"] else 1.0

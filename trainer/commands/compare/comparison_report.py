@@ -1,23 +1,44 @@
-"""The keys of a comparison: what `compare` returns and compare.json holds. They are stable. And what the figures were
-measured on, and whether anything else was running there meanwhile."""
+"""The keys of a comparison: what `compare` returns and compare.json holds. They are stable."""
 
 from __future__ import annotations
 
-import os
-import platform
-import resource
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.commands.compare.entries import Sweep
+from trainer.commands.compare.entries import Entry, Sweep
 from trainer.commands.compare.exactness import Exactness
-from trainer.commands.compare.running import Length
-from trainer.commands.compare.significance import Difference
-from trainer.devices import cards, host
-from trainer.processes import resources
+from trainer.commands.trials.report import MachineFigures
+from trainer.commands.trials.significance import Difference
 
-BUSY = 0.2  # cores: what others may use before it is worth a word
+
+@dataclass
+class EntryRuns:
+    """An entry and what its runs left."""
+
+    entry: Entry
+    parts: list[str]  # what in its model depends on how a batch is divided
+    # (line, exit code): why it cannot run here, or of the run that failed, after which the entry was left alone
+    error: tuple[str, int] | None = None
+    # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)  # images/s of each timed repeat
+    losses: list[float] = field(default_factory=list)  # of the check, one a step
+    # as losses, of the same mathematics with its sums in another order; empty where that was not run
+    rounded: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a timed run is: optimizer steps in all, epochs that hold them, steps from one logged row to the next."""
+
+    steps: int
+    epochs: int
+    every: int
+
+    def words(self) -> list[str]:
+        """All entries train as long."""
+        steps = [f"max_steps={self.steps}", f"epochs={self.epochs}", f"logging.every_steps={self.every}"]
+        return [*steps, "stop.patience=null"]
 
 
 @dataclass(frozen=True)
@@ -89,24 +110,10 @@ class EntryFigures:
     label: str
     error: str | None
     exit_code: int
-    predicted_samples_per_sec: float | None
 
     @property
     def disagrees(self) -> bool:
         return self.exactness.verdict == "disagrees"
-
-
-@dataclass(frozen=True)
-class MachineFigures:
-    cpu: str
-    cores: int
-    memory_bytes: int
-    gpus: list[str]
-    system: str
-
-    def __str__(self) -> str:
-        memory = f"{self.memory_bytes / 2**30:.0f} GiB" if self.memory_bytes else ""
-        return ", ".join(filter(None, [self.cpu, f"{self.cores} cores", memory, *self.gpus, self.system]))
 
 
 @dataclass(frozen=True)
@@ -135,48 +142,3 @@ class ComparisonReport:
     def to_dict(self) -> dict[str, Any]:
         """As compare.json has it."""
         return asdict(self)
-
-
-def this_machine() -> MachineFigures:
-    """Processor, cores, memory, GPUs and system."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
-    return MachineFigures(host.processor(), resources.cores(), host.total_memory(), gpus, platform.platform())
-
-
-class Others:
-    """How many cores other programs kept busy since this was made."""
-
-    def __init__(self) -> None:
-        self.begun, self.busy, self.ours = time.perf_counter(), _busy(), _ours()
-
-    def cores(self) -> float | None:
-        """None where the kernel does not tell, or this process may use only a part of the cores."""
-        now = _busy()
-        if now is None or self.busy is None or resources.cores() != os.cpu_count():
-            return None
-        return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
-
-    def words(self) -> list[str]:
-        """A warning, where one is due."""
-        cores = self.cores()
-        if cores is None or cores < BUSY:
-            return []
-        return [f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: compare again without them"]
-
-
-def _busy() -> float | None:
-    """Seconds that all cores together have worked since the machine started."""
-    try:
-        with open("/proc/stat") as stat:
-            user, nice, system, _, _, irq, softirq, *_ = map(int, stat.readline().split()[1:])
-        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
-
-
-def _ours() -> float:
-    """Those of this process and the ended ones that it started."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)

@@ -10,33 +10,30 @@ from typing import Any
 
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.entries import Entry, Sweep
-from trainer.commands.compare.ranking import STAND_IN
-from trainer.commands.compare.significance import ERROR, LOOKS, MARGIN
-from trainer.processes.terminal import RED, as_typed, styled
-from trainer.saving.files import csv_text, without_nan, write_atomically
+from trainer.commands.trials import report as reports
+from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
+from trainer.processes.terminal import RED
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Curve, Events, curves_of
 
 CSV_COLUMNS = (
     "entry", "mode", "value", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
     "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
-    "exactness", "deviation", "label", "error", "exit_code", "predicted_samples_per_sec",
+    "exactness", "deviation", "label", "error", "exit_code",
 )  # fmt: skip
 SPEED = "images per second"
 
 
 def write_tables(folder: Path, report: ComparisonReport) -> None:
-    """compare.json, compare.csv and compare.md, each replaced at once."""
-    plain = without_nan(report.to_dict())
-    write_atomically(folder / "compare.json", json.dumps(plain, indent=2, allow_nan=False) + "\n")
-    write_atomically(folder / "compare.csv", as_csv(plain["entries"]))
-    write_atomically(folder / "compare.md", as_markdown(report))
+    """compare.json, compare.csv and compare.md."""
+    plain = report.to_dict()
+    reports.write_tables(folder, "compare", plain, as_markdown(report), csv_rows(plain["entries"]))
 
 
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as compare.json has them, one line each, with a column for each of CSV_COLUMNS."""
-    lines: list[Sequence[Any]] = [CSV_COLUMNS]
-    for row in rows:
+def csv_rows(entries: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
+    """Entries as compare.json has them, with a column for each of CSV_COLUMNS."""
+    rows: list[Sequence[Any]] = [CSV_COLUMNS]
+    for row in entries:
         speed, ratio, compared = (row[key] or {} for key in ("samples_per_sec", "ratio", "compared"))
         flat = {
             "words": " ".join(row["words"]),
@@ -50,18 +47,16 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
             "exactness": row["exactness"]["text"],
             "deviation": row["exactness"]["deviation"],
         }
-        lines.append([{**row, **flat}[column] for column in CSV_COLUMNS])
-    return csv_text(lines)
+        rows.append([{**row, **flat}[column] for column in CSV_COLUMNS])
+    return rows
 
 
 def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
     """The table in words, its head first."""
     references = list(dict.fromkeys(row.reference for row in rows))
     to = references[0] if len(references) == 1 else "single"
-    head = ["entry", "ranks x threads", "images/s", f"ratio to {to}", "", "step ms", "peak GiB"]
-    head += ["loss", "maths", "note"]
-    predicted = any(row.predicted_samples_per_sec is not None for row in rows)
-    table = [head + ["predicted"] * predicted]
+    head = ["entry", "ranks x threads", "images/s", f"ratio to {to}", "compared", "step ms", "peak GiB", "loss"]
+    table = [[*head, "maths", "note"]]
     for row in rows:
         speed, ratio = row.samples_per_sec, row.ratio
         peak = max(row.peak_memory_bytes.values(), default=None)
@@ -77,37 +72,24 @@ def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
             row.exactness.text,
             f"exit {row.exit_code}: {row.error}" if row.error else row.label,
         ]
-        expected = row.predicted_samples_per_sec
-        table.append([*cells, *[readable.number(expected) if expected is not None else "-"] * predicted])
+        table.append(cells)
     return table
 
 
 def as_text(report: ComparisonReport) -> str:
-    """The table for a terminal; errors and long notes stand below it. Rows that disagree are red."""
-    table = columns(report.entries)
-    notes: list[str] = []
-    for row, cells in zip(report.entries, table[1:], strict=True):
-        if len(cells[9]) > len(STAND_IN):
-            notes.append(f"{row.entry}: {cells[9]}")
-            cells[9] = f"exit {row.exit_code}" if row.error else cells[9].partition(":")[0]
-    lines = [as_typed(line) for line in readable.table(table, right={2, 5, 6, 7})]
-    for position, row in enumerate(report.entries, 1):
-        if row.disagrees:
-            lines[position] = styled(lines[position], RED)
-    return "\n".join([*lines, "", *map(as_typed, (*notes, *report.conclusion))])
+    """The table for a terminal; rows that disagree are red."""
+    head, *rows = columns(report.entries)
+    head[4] = ""
+    red = {n: RED for n, row in enumerate(report.entries) if row.disagrees}
+    return reports.as_text([head, *rows], {2, 5, 6, 7}, red, report.conclusion)
 
 
 def as_markdown(report: ComparisonReport) -> str:
     """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
-    head, *rest = columns(report.entries)
-    head = [cell or "compared" for cell in head]
-    lines = [f"### {report.recipe}: {len(rest)} ways compared", "", f"    {report.command}", ""]
-    disagree = [n for n, row in enumerate(report.entries) if row.disagrees]
-    lines += readable.markdown_table([head, *rest], disagree)
-    lines += ["", *(f"- {sentence}" for sentence in report.conclusion), "", method(report), ""]
-    lines += [f"Machine: {report.machine}."]
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
-    return "\n".join([*lines, f"Versions: {versions}.", ""])
+    bold = [n for n, row in enumerate(report.entries) if row.disagrees]
+    title = f"{report.recipe}: {len(report.entries)} ways compared"
+    more = method(report), f"Machine: {report.machine}.\n{reports.versions_line(report.versions)}"
+    return reports.as_markdown(title, report.command, columns(report.entries), bold, report.conclusion, *more)
 
 
 def method(report: ComparisonReport) -> str:

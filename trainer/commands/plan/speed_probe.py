@@ -5,10 +5,7 @@ Processes that compute alone would be too fast: ranks of one machine share its m
 
 from __future__ import annotations
 
-import os
-import pickle
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +21,13 @@ from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.commands.plan.measured import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
-from trainer.errors import PeerError, SetupError
+from trainer.commands.trials.measuring import answers
+from trainer.errors import SetupError
 from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
 from trainer.modes import Context
-from trainer.processes import family, resources
+from trainer.processes import resources
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -78,9 +76,11 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
     count, threads = _at_once(layout)
     rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
     chosen = layout.recipe.replace(threads=threads, accumulate=1)
-    answers = _run(_Task(chosen, layout.kind, replace(images, photos=None), layout.rows, rows, plugin, count))
-    blocks = {size: _mean([answer.blocks[size] for answer in answers]) for size in rows}
-    first = answers[0]
+    task = _Task(chosen, layout.kind, replace(images, photos=None), layout.rows, rows, plugin, count)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        found: list[_Answer] = answers(measure, task, count, Path(folder) / "measured")
+    blocks = {size: _mean([answer.blocks[size] for answer in found]) for size in rows}
+    first = found[0]
     beside = f"{count} processes of {threads} thread{'s' * (threads > 1)} at once" if count > 1 else "one process"
     name = torch.cuda.get_device_name(0) if layout.kind == "cuda" else "this CPU"
     notes = [f"computing as measured here, on {name}, {beside}; images arrive in time"]
@@ -89,9 +89,9 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
     if first.bandwidth:
         notes.append(f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s")
     return Timings(
-        statistics.mean(answer.whole.seconds for answer in answers) / first.whole.rows,
+        statistics.mean(answer.whole.seconds for answer in found) / first.whole.rows,
         first.whole.rows,
-        statistics.mean(answer.whole.optimizer for answer in answers),
+        statistics.mean(answer.whole.optimizer for answer in found),
         blocks=blocks,
         bandwidth=first.bandwidth,
         latency=first.latency,
@@ -119,39 +119,11 @@ def _at_once(layout: Layout) -> tuple[int, int]:
     return count, resources.threads_per_process(layout.recipe, count)
 
 
-def _run(task: _Task) -> list[_Answer]:
-    """Start the measuring processes, and wait for their answers."""
-    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        path = Path(folder)
-        (path / "task").write_bytes(pickle.dumps(task))
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-c", f"from {__name__} import main; main()", folder]
-        family.at_once([[*command, str(rank)] for rank in range(task.count)], environment)
-        files = [path / str(rank) for rank in range(task.count)]
-        answers: list[_Answer | str] = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
-    errors = [answer for answer in answers if isinstance(answer, str)]
-    if errors or len(answers) < task.count:
-        raise PeerError(f"measured=here failed: {errors[0] if errors else 'a measuring process died'}")
-    return [answer for answer in answers if not isinstance(answer, str)]
-
-
 # --- in a measuring process -------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Measure, and leave the answer, or the line of what went wrong, where `_run` looks for it."""
-    family.die_with_parent()
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    answer: _Answer | str
-    try:
-        answer = _measure(pickle.loads((folder / "task").read_bytes()), folder, rank)
-    except Exception as error:
-        answer = " ".join(str(error).split()) or type(error).__name__
-    (folder / str(rank)).write_bytes(pickle.dumps(answer))
-    os._exit(isinstance(answer, str))  # as any rank: gloo's threads may outlive the interpreter
-
-
-def _measure(task: _Task, folder: Path, rank: int) -> _Answer:
+def measure(task: _Task, folder: Path, rank: int) -> _Answer:
+    """What one of the processes measures."""
     launching.load_plugin(task.plugin)
     chosen = task.recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0)
     chosen = chosen.replace(optimizer__lr=1e-9)  # the same images again and again would soon make odd numbers

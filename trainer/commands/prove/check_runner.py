@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.commands.compare.running import Failed, failure_line, finished
-from trainer.errors import PeerError
+from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialRun, drop_weights
+from trainer.commands.trials.measuring import answers
 from trainer.processes import family
-from trainer.saving.files import read_json, write_atomically, writing
+from trainer.saving.files import writing
 
 TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
 GRACE = 60.0  # seconds before that at which a run stops by itself, to say why
 QUIET = ["logging.progress=false", f"timeout={TIMEOUT - GRACE:g}"]
-AGAIN = "type the same again"
 
 
 @dataclass(frozen=True)
@@ -110,60 +109,40 @@ class CheckRunner:
         self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timed: bool = False
     ) -> dict[str, Any]:
         """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
-        is measured in turn with something else is measured anew. Its weights are not kept. Raises Failed.
+        is measured in turn with something else is measured anew. Its weights are not kept. Raises TrialFailed.
         """
-        path, command = self.path(name), [*QUIET, *words]
-        if not timed and (result := finished(path, command)) is not None:
-            return result
-        self._empty(path, "words.json", command)
-        code = self.trainer(name, [*command, f"output={path}"], environment)
-        result = finished(path, command)
-        if code or result is None:
-            raise Failed(failure_line(self.log(name), code), code)
+        variables = {"NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
+        trial = TrialRun(f"runs/{name}", [*QUIET, *words], devices=(), environment=variables)
+        engine = TrialEngine(self.folder, timeout=TIMEOUT)
         if timed:
-            shutil.rmtree(path / "checkpoints", ignore_errors=True)
-            for weights in path.glob("*.safetensors"):
-                weights.unlink()
+            shutil.rmtree(engine.path(trial), ignore_errors=True)
+        result: dict[str, Any] = engine.value(trial)
+        if timed:
+            drop_weights(engine.path(trial))
         return result
 
     def trainer(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
         """The exit code of `python -m trainer words...`, whose output goes into the log of `name`."""
-        variables = {**os.environ, "NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
-        code = self._execute(name, [[sys.executable, "-m", "trainer", *words]], variables)[0]
+        command = [sys.executable, "-m", "trainer", *words]
+        with writing(self.folder, AGAIN):
+            self.log(name).parent.mkdir(parents=True, exist_ok=True)
+            log = self.log(name).open("w", encoding="utf-8")
+            print(shlex.join(command), file=log, flush=True)
+        with log:
+            variables = {**os.environ, "NNODES": "1", **(environment or {})}
+            code = family.at_once([command], variables, log, TIMEOUT)[0]
         return code if code >= 0 else 128 - code
 
     def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
         """What `count` processes answer that run a function of `prove_probe` at once. Raises PeerError."""
+        from trainer.commands.prove import prove_probe  # with torch
+
+        task |= {"what": what, "devices": self.devices.names[:count], "threads": self.devices.threads}
         home = self.folder / "measured" / what
-        task |= {"devices": self.devices.names[:count], "threads": self.devices.threads}
-        self._empty(home, "task.json", task)
-        variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-m", "trainer.commands.prove.prove_probe", what, str(home)]
-        self._execute(f"measured-{what}", [[*command, str(rank)] for rank in range(count)], variables)
-        written = [home / f"{rank}.json" for rank in range(count)]
-        answers = [read_json(path) for path in written if path.exists()]
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors or len(answers) < count:
-            raise PeerError(errors[0] if errors else failure_line(self.log(f"measured-{what}"), 1))
-        return answers
-
-    def _empty(self, folder: Path, name: str, content: Any) -> None:
-        """Make a folder with nothing but one file in JSON."""
-        with writing(self.folder, AGAIN):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_atomically(folder / name, json.dumps(content) + "\n")
-
-    def _execute(self, name: str, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[int]:
-        """Exit codes of commands that run at once, with their output in the log of `name`. Raises PeerError."""
-        with writing(self.folder, AGAIN):
-            self.log(name).parent.mkdir(parents=True, exist_ok=True)
-            log = self.log(name).open("w", encoding="utf-8")
-        with log:
-            return family.at_once(commands, environment, log, TIMEOUT)
+        return answers(prove_probe.measure, task, count, home, home.with_suffix(".log"), TIMEOUT)
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name
 
     def log(self, name: str) -> Path:
-        return self.folder / "logs" / f"{name.replace('/', '-')}.log"
+        return self.folder / "runs" / f"{name}.log"

@@ -12,9 +12,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.running import Failed, failure_line, speed, steps_of
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.right import pipeline
+from trainer.commands.trials.engine import TrialFailed, failure_line, speed, steps_of
 from trainer.telemetry.flops import PEAK_BANDWIDTH, published
 from trainer.telemetry.readable import number
 
@@ -270,7 +270,7 @@ def bubble(runner: CheckRunner) -> Outcome:
     words = words_of(where, network, runner.devices.count // 2 * 2, kept, 24)
     result = runner.train("bubble/pipeline", words, timed=True)["pipeline"]
     if runner.trainer("plan", ["plan", *words, "measured=here", "--json"]):
-        raise Failed(f"plan: {failure_line(runner.log('plan'), 1)}", 1)
+        raise TrialFailed(f"plan: {failure_line(runner.log('plan'), 1)}", 1)
     text = runner.log("plan").read_text()
     planned = json.loads(text[text.index("{") :])["prediction"]["bubble"]
     least, most, ideal = (result[f"bubble_{key}"] for key in ("measured", "at_most", "ideal"))

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.comparison_report import BUSY, MachineFigures
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome
 from trainer.commands.prove.fast import NETWORKS
+from trainer.commands.trials.report import BUSY, MachineFigures
 from trainer.telemetry.plots import COLOURS, INK, canvas, save_picture
 
 FORMAT = 1

@@ -1,11 +1,9 @@
-"""A measuring process: `python -m trainer.commands.prove.prove_probe WHAT FOLDER RANK` leaves its answer in FOLDER."""
+"""What each of the processes that measure at once does."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.devices.precision import set_precision
-from trainer.errors import in_one_line
-from trainer.processes import family
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.flops import peak_flops
 
@@ -56,17 +52,9 @@ class Measurer:
         return max(clock() - begun, 1e-9)
 
 
-def main(what: str, folder: Path, rank: int) -> None:
-    family.die_with_parent()
-    try:
-        answer = _functions()[what](_here(json.loads((folder / "task.json").read_text()), folder, rank))
-    except Exception as error:
-        answer = {"error": in_one_line(error)[0]}
-    draft = folder / f".{rank}.json"
-    draft.write_text(json.dumps(answer))
-    draft.rename(folder / f"{rank}.json")
-    sys.stdout.flush()
-    os._exit("error" in answer)  # gloo's threads may outlive the interpreter
+def measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
+    """What the function `task["what"]` answers here."""
+    return _functions()[task["what"]](_here(task, folder, rank))
 
 
 def _functions() -> dict[str, Callable[[Measurer], dict[str, Any]]]:
@@ -225,7 +213,3 @@ def memory(here: Measurer) -> dict[str, Any]:
         host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         sizes.append({"host": host, **({"device": torch.cuda.memory_allocated(here.device)} if cuda else {})})
     return {kind: [row[kind] for row in sizes[SETTLING:]] for kind in sizes[0]}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -9,30 +9,29 @@ import hashlib
 import importlib.resources
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.commands.compare.comparison_report import BUSY, Others, this_machine
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
 from trainer.commands.prove.fast import LIBRARIES
 from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, proof_of
+from trainer.commands.trials.engine import claim
+from trainer.commands.trials.report import BUSY, Others, this_machine
 from trainer.devices import cards
-from trainer.errors import FolderInUseError, Interrupted, Preempted, RecipeError, in_one_line
+from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.terminal import say
 from trainer.saving.files import read, usable_json, without_nan, write_atomically
-from trainer.saving.locks import folder_of
 from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
@@ -64,37 +63,16 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-@contextmanager
-def claim(output: str | None, bound: Mapping[str, str]) -> Iterator[Kept]:
-    """The folder and what was done in it before. Raises FolderInUseError, SetupError."""
-    with folder_of(output, HOME, "proof", lambda path: _in_use(path, bound)) as path:
-        if (what := _in_use(path, bound)) is not None:
-            raise FolderInUseError(f"{path} holds {what}: choose another output=")
-        yield Kept(path, bound)
-
-
-def _in_use(path: Path, bound: Mapping[str, str]) -> str | None:
-    """What else the folder holds; None where it is free, or this very proof."""
-    if not (path / KEPT).exists():
-        used = path.is_dir() and any(name != ".lock" for name in os.listdir(path))
-        return "something other than a proof" if used else None
-    before = usable_json(path / KEPT).get("bound")
-    before = before if isinstance(before, dict) else {}
-    changed = [key for key in bound if before.get(key) != bound[key]]
-    return f"the proof of other {' and '.join(changed)}" if changed else None
-
-
 class Kept:
     """Outcomes by the checks' names, written at once."""
 
-    def __init__(self, folder: Path, bound: Mapping[str, str]) -> None:
-        self.folder, self._bound = folder, bound
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.outcomes: dict[str, Outcome] = {}
         rows = usable_json(folder / KEPT).get("checks")
         for name, row in (rows if isinstance(rows, dict) else {}).items():
             with suppress(ValidationError):
                 self.outcomes[name] = ROW.validate_python(row)
-        self._write()
 
     def done(self) -> dict[str, Outcome]:
         """Those that are not tried again."""
@@ -102,31 +80,30 @@ class Kept:
 
     def keep(self, name: str, outcome: Outcome) -> None:
         self.outcomes[name] = outcome
-        self._write()
+        rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
+        text = json.dumps({**usable_json(self.folder / KEPT), "checks": rows}, indent=1)
+        write_atomically(self.folder / KEPT, text + "\n")
 
     def start_over(self) -> None:
         """Remove the runs of a proof that found something wrong: new ones must not be compared with them."""
-        for name in ("runs", "measured", "logs"):
+        for name in ("runs", "measured"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-
-    def _write(self) -> None:
-        rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-        write_atomically(self.folder / KEPT, json.dumps({"bound": self._bound, "checks": rows}, indent=1) + "\n")
 
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
     """The proof's status, once its report is printed and written."""
     machine, software, others = this_machine(), versions(), Others()
-    with claim(output, bound_to(asdict(machine), software, devices.names)) as folder:
-        proving = Proving(folder, devices, minutes)
+    with claim(output, HOME, "proof", KEPT, bound_to(asdict(machine), software, devices.names)) as folder:
+        kept = Kept(folder)
+        proving = Proving(kept, devices, minutes)
         proving.announce()
         try:
             proving.run()
         finally:
-            proving.runner.outcomes = folder.outcomes  # what was wrong and not checked again is still wrong
+            proving.runner.outcomes = kept.outcomes  # what was wrong and not checked again is still wrong
             proof = proof_of(proving.runner, proving.checks, minutes, others.cores(), machine, software)
-            write(folder.folder, proof)
-        report(folder.folder, proof)
+            write(folder, proof)
+        report(folder, proof)
         return str(proof["status"])
 
 
@@ -196,7 +173,7 @@ class Proving:
             say("stopped")
             raise
         except Exception as error:
-            outcome = wrong(in_one_line(error)[0], "see the folder logs beside proof.md")
+            outcome = wrong(in_one_line(error)[0], "see the .log files in runs and measured beside proof.md")
         seconds = time.monotonic() - begun
         self.spent.append((seconds, check.seconds))
         outcome = self.runner.outcomes[check.name] = replace(outcome, seconds=round(seconds, 1))

@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
-from trainer.commands.compare.running import Failed, failure_line
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
 from trainer.commands.prove.held_out import COUNT, NAME
 from trainer.commands.prove.traces import STEPS, Traces, compared, different_bits, traces
+from trainer.commands.trials.engine import TrialFailed, failure_line
 from trainer.launch import launching
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
@@ -139,10 +139,10 @@ def resume(runner: CheckRunner) -> Outcome:
     code = runner.trainer("killed", words, {**EXACT, "TRAINER_FAULT": f"kill@0:{KILLED}"})
     if code != 137:
         line = failure_line(runner.log("killed"), code)
-        raise Failed(f"it should have been killed by SIGKILL but ended with {code}: {line}", 1)
+        raise TrialFailed(f"it should have been killed by SIGKILL but ended with {code}: {line}", 1)
     code = runner.trainer("resumed", [*words, "resume=auto"], EXACT)
     if code:
-        raise Failed(failure_line(runner.log("resumed"), code), code)
+        raise TrialFailed(failure_line(runner.log("resumed"), code), code)
     if different := different_bits(traces(path), whole):
         todo = "train without resume=auto, and paste proof.md into an issue"
         return wrong(f"{', '.join(different)} differ from the run that was not killed", todo, different=different)
@@ -178,7 +178,7 @@ def _mode(mode: Mode, runner: CheckRunner) -> Outcome:
     expected, name = single(runner), f"modes/{mode.name}"
     try:
         runner.train(name, [*digits(runner.devices), *mode.words], EXACT)
-    except Failed as error:
+    except TrialFailed as error:
         if mode.newer and error.code == 2:  # a schedule that this torch does not have
             return Outcome("not here", str(error))
         raise

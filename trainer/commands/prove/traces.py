@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.compare.running import Failed, steps_of
 from trainer.commands.prove.check_runner import Outcome, right, wrong
+from trainer.commands.trials.engine import TrialFailed, steps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def traces(path: Path) -> Traces:
 
     newest = checkpoint.newest(path, lambda line: None)
     if newest is None:
-        raise Failed("the run left no checkpoint", 1)
+        raise TrialFailed("the run left no checkpoint", 1)
     weights, optimizer = (
         {name: tensor.read() for name, tensor in newest.state.part(part).items()} for part in ("model", "optimizer")
     )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace
 from trainer.commands.sweep.sweeping import sweep
 from trainer.errors import RecipeError
-from trainer.processes import interrupts
 from trainer.processes.rank import place
 from trainer.recipe import shipped_recipes
 from trainer.recipe.recipe_files import positive_integer, split_words
@@ -41,5 +40,4 @@ def command(words: Sequence[str]) -> int:
         nproc=options.get("nproc"),
         plugin=options.get("plugin"),
     )
-    with interrupts.what_is_done_is_kept():
-        return sweep(space, options.get("output"))
+    return sweep(space, options.get("output"))

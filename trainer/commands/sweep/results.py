@@ -1,21 +1,25 @@
-"""The results of a sweep: a row a trial, best first, and which claims about the best hold. `sweep.json` holds them."""
+"""The results of a sweep: a row a trial, best first, which claims about the best hold, and their tables."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
-from trainer.commands.compare.significance import ERROR, differences, mean_and_std
-from trainer.commands.sweep.sources import TrialOutcome
 from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.trials import report as reports
+from trainer.commands.trials.significance import ERROR, differences, mean_and_std
+from trainer.processes.terminal import BOLD
 from trainer.telemetry import readable
 
-Status = Literal["done", "ended early", "failed", "not done"]
+Status = Literal["done", "failed", "not done"]
 MOST = 8  # trials that a sentence lists
-ORDER: tuple[Status, ...] = ("done", "ended early", "not done", "failed")
+ORDER: tuple[Status, ...] = ("done", "not done", "failed")
+FIGURES = ("status", "value", "std", "epochs", "seconds", "compared", "error", "exit_code")  # columns of sweep.csv
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,19 @@ class Metric:
     def spread(self, value: float) -> str:
         """A standard deviation, in the metric's unit."""
         return self.text(value).removesuffix("%")
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """How a run ended."""
+
+    value: float | None  # of the metric in its best epoch; None where it failed
+    epochs: int  # that were evaluated
+    seconds: float  # of training, over all parts of the run
+    images: int = 0  # that were held out
+    folder: str = ""
+    error: str | None = None  # why it failed; None where it did not
+    code: int = 0  # exit code; 0 where it did not fail
 
 
 @dataclass(frozen=True)
@@ -83,39 +100,33 @@ class SweepReport:
 
 
 def tabulate(
-    trials: Sequence[SweepTrial],
-    outcomes: Mapping[int, Mapping[int, TrialOutcome]],
-    folders: Mapping[int, Sequence[str]],
-    repeats: int,
-    metric: Metric,
+    trials: Sequence[SweepTrial], runs: Mapping[int, Mapping[int, RunFigures]], repeats: int, metric: Metric
 ) -> list[TrialFigures]:
-    """The rows, best first, then those that ended early, are not done, or failed; `outcomes` are by trial and seed."""
-    rows = [_row(trial, outcomes.get(trial.number, {}), folders.get(trial.number, ()), repeats) for trial in trials]
+    """The rows, best first, then those that are not done, or failed; `runs` are by trial and seed."""
+    rows = [_row(trial, runs.get(trial.number, {}), repeats) for trial in trials]
     sign = -1 if metric.larger_is_better else 1
     rows.sort(key=lambda row: (ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial))
-    images = min((outcome.images for runs in outcomes.values() for outcome in runs.values()), default=0)
+    images = min((run.images for each in runs.values() for run in each.values()), default=0)
     return _compared(rows, metric, images)
 
 
-def _row(trial: SweepTrial, outcomes: Mapping[int, TrialOutcome], folders: Sequence[str], repeats: int) -> TrialFigures:
-    failed = next((outcome for outcome in outcomes.values() if outcome.error is not None), None)
-    runs = {seed: outcome.value for seed, outcome in outcomes.items() if outcome.value is not None and not failed}
-    early = any(outcome.early for outcome in outcomes.values())
-    mean, std = mean_and_std(list(runs.values())) if runs else (None, None)
-    status: Status = "failed" if failed else "ended early" if early else "done" if len(runs) >= repeats else "not done"
+def _row(trial: SweepTrial, runs: Mapping[int, RunFigures], repeats: int) -> TrialFigures:
+    failed = next((run for run in runs.values() if run.error is not None), None)
+    values = {seed: run.value for seed, run in runs.items() if run.value is not None and not failed}
+    mean, std = mean_and_std(list(values.values())) if values else (None, None)
     return TrialFigures(
         trial=trial.number,
         values=dict(trial.values),
-        status=status,
+        status="failed" if failed else "done" if len(values) >= repeats else "not done",
         value=mean,
-        std=std if len(runs) > 1 else None,
-        runs=runs,
-        epochs=sum(outcome.epochs for outcome in outcomes.values()),
-        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        std=std if len(values) > 1 else None,
+        runs=values,
+        epochs=sum(run.epochs for run in runs.values()),
+        seconds=sum(run.seconds for run in runs.values()),
         compared=None,
         error=failed.error if failed else None,
         exit_code=failed.code if failed else 0,
-        folders=list(folders),
+        folders=[run.folder for run in runs.values()],
     )
 
 
@@ -163,9 +174,8 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
             sentences.append(f"{NO_DIFFERENCE} between {best} and {_listed(alike)}{few}")
         if worse:
             sentences.append(f"{best} is shown to be better than {_listed(worse)}")
-    for status in ("ended early", "failed"):
-        if count := sum(row.status == status for row in rows):
-            sentences.append(f"{readable.counted(count, 'trial')} {status}")
+    if failed := sum(row.status == "failed" for row in rows):
+        sentences.append(f"{readable.counted(failed, 'trial')} failed")
     return sentences
 
 
@@ -175,3 +185,41 @@ def _listed(rows: Sequence[TrialFigures]) -> str:
     if len(numbers) > MOST:
         return f"{len(numbers)} others"
     return f"trial{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
+    """sweep.json, sweep.md and sweep.csv, a line a trial, best first."""
+    rows: list[list[Any]] = [["trial", *report.keys, *FIGURES, "folder"]]
+    for row in report.trials:
+        figures = [getattr(row, name) for name in FIGURES]
+        rows.append([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
+    reports.write_tables(folder, "sweep", report.to_dict(), as_markdown(report, metric), rows)
+
+
+def columns(report: SweepReport, metric: Metric) -> list[list[str]]:
+    """The table in words, its head first."""
+    spread = f" +- std of {report.repeats} seeds" if report.repeats > 1 else ""
+    compared = "compared" if any(row.compared for row in report.trials) else ""
+    table = [["trial", *report.keys, f"{metric.name}{spread}", compared, "time", "note"]]
+    for row in report.trials:
+        value = metric.text(row.value) if row.value is not None else "-"
+        value += f" +- {metric.spread(row.std)}" if row.std is not None else ""
+        time = readable.duration(row.seconds) if row.seconds else "-"
+        note = f"exit {row.exit_code}: {row.error}" if row.error else "" if row.status == "done" else "not done"
+        values = (row.values[key] for key in report.keys)
+        table.append([str(row.trial), *values, value, row.compared or "", time, note])
+    return table
+
+
+def as_text(report: SweepReport, metric: Metric) -> str:
+    """The table for a terminal; the best row is bold."""
+    right, best = {0, len(report.keys) + 3}, {0: BOLD} if report.done else {}
+    return reports.as_text(columns(report, metric), right, best, report.conclusion, reports.SHOWN)
+
+
+def as_markdown(report: SweepReport, metric: Metric) -> str:
+    """To paste into an issue: command, table, what it says, the winning command, versions."""
+    best = [f"Best:\n\n    {shlex.join(report.best)}"] if report.best else []
+    bold, more = [0] if report.done else [], [*best, reports.versions_line(report.versions)]
+    title, table = f"{report.recipe}: {len(report.trials)} trials", columns(report, metric)
+    return reports.as_markdown(title, report.command, table, bold, report.conclusion, *more)

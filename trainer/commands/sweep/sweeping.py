@@ -1,89 +1,47 @@
-"""One sweep, from its folder and its checks to its picture and the winning command."""
+"""One sweep: which runs there are, what is read from them, and the winning command."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from trainer import recipe as recipes
 from trainer import tasks
-from trainer.commands.sweep import sweep_pictures, sweep_table
-from trainer.commands.sweep.results import Metric, SweepReport, conclusion, tabulate
-from trainer.commands.sweep.sources import Combinations, Sampled, Source, TrialOutcome, TrialRun
-from trainer.commands.sweep.space import Places, SearchSpace
-from trainer.commands.sweep.trial_runner import TrialRunner
+from trainer.commands.runs.run_status import finite
+from trainer.commands.sweep import results, sweep_pictures
+from trainer.commands.sweep.results import Metric, RunFigures, SweepReport
+from trainer.commands.sweep.sampling import Sampler
+from trainer.commands.sweep.space import Places, SearchSpace, SweepTrial
+from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialFailed, TrialOutcome, TrialRun, claim
+from trainer.commands.trials.report import progress, tell_files
 from trainer.data.downloads import PUBLISHED
-from trainer.errors import FolderInUseError, RecipeError
+from trainer.errors import RecipeError
+from trainer.processes.interrupts import SAVING
 from trainer.processes.terminal import say
 from trainer.recipe.search_space import Range
-from trainer.saving.files import usable_json, write_atomically
-from trainer.saving.locks import folder_of
+from trainer.saving.files import usable_json
 from trainer.telemetry import readable
 from trainer.training.reporting import versions
 
 FILE = "sweep.json"
-FREE = {  # keys and sections that a sweep may change when it goes on, for they change no trial's result
+FREE = (  # keys and sections that a sweep may change when it goes on, for they change no trial's result
     "devices", "threads", "timeout", "grace", "save", "logging", "predict", "output", "resume",
     "data.workers", "data.download", "data.cache_dir",
-}  # fmt: skip
+)  # fmt: skip
 
 
 def sweep(space: SearchSpace, output: str | None) -> int:
-    """The exit code: 0 where a trial ended well, else that of the first that failed.
-
-    Raises:
-        FolderInUseError: the folder holds another sweep, or something else.
-        KeyboardInterrupt, Preempted: stopped; what was done is kept.
-    """
-    places = Places.of(space)
-    with claim(output, space) as folder:
-        report = Sweeping(folder, space, places, output).run()
+    """The exit code: 0 where a trial ended well, else that of the first that failed. Raises as `claim`."""
+    places, command = Places.of(space), _command(space, output)
+    stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.name)}")
+    with claim(output, stem, "sweep", FILE, space.asked(), command, FREE) as folder:
+        report = Sweeping(folder, space, places, command).run()
     failed = [row.exit_code for row in report.trials if row.exit_code]
     return 0 if report.done else failed[0] if failed else RecipeError.code
-
-
-@contextmanager
-def claim(output: str | None, space: SearchSpace) -> Iterator[Path]:
-    """The sweep's folder, held under a lock: `output`, or the first below runs that is free or holds this very sweep.
-    Raises FolderInUseError, SetupError.
-    """
-    stem = f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.name)}"
-    with folder_of(output, Path(stem), "sweep", lambda path: _other(path, space)) as path:
-        if (what := _other(path, space)) is not None:
-            raise FolderInUseError(f"{path} holds {what}choose another output=")
-        begun = {**usable_json(path / FILE), "asked": space.asked(), "command": _command(space, output)}
-        write_atomically(path / FILE, json.dumps(begun, indent=2) + "\n")
-        yield path
-
-
-def _other(path: Path, space: SearchSpace) -> str | None:
-    """What else than this sweep the folder holds, and what continues that; None where it is free, or this sweep's."""
-    previous = usable_json(path / FILE)
-    before = previous.get("asked")
-    if not isinstance(before, dict):
-        used = path.is_dir() and any(name != ".lock" for name in os.listdir(path))
-        return "something other than a sweep: " if used else None
-    changed = [key for key, value in space.asked().items() if key != "settings" and before.get(key) != value]
-    changed += _changed_settings(before.get("settings"), space)
-    if not changed:
-        return None
-    return f"a sweep with other {', '.join(changed[:3])}: to go on with that one type {previous.get('command')}; or "
-
-
-def _changed_settings(before: Any, space: SearchSpace) -> list[str]:
-    """Keys of the recipe that differ and may change a result; those of an older version have their defaults."""
-    try:
-        old, new = (recipes.flatten(recipe.to_dict()) for recipe in (recipes.load(before), space.base))
-    except RecipeError:
-        return ["settings"]
-    return [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & FREE]
 
 
 def _command(space: SearchSpace, output: str | None) -> str:
@@ -93,43 +51,36 @@ def _command(space: SearchSpace, output: str | None) -> str:
     return shlex.join(["python", "-m", "trainer", "sweep", *words, *([f"output={output}"] if output else [])])
 
 
-def metric_of(space: SearchSpace) -> Metric:
-    """The metric of the recipe's task, and of which images."""
-    kind, data = tasks.kind(space.base), space.base.data
-    images = "held-out images"
-    if data.name in PUBLISHED:
-        images = f"torchvision's test images, for {data.name} has no validation images apart from them"
-    return Metric(kind.metric, kind.larger_is_better, images)
-
-
 class Sweeping:
     """One sweep under way."""
 
-    def __init__(self, folder: Path, space: SearchSpace, places: Places, output: str | None) -> None:
-        self.folder, self.space, self.places = folder, space, places
-        self.metric = metric_of(space)
-        self.command = _command(space, output)
+    def __init__(self, folder: Path, space: SearchSpace, places: Places, command: str) -> None:
+        self.folder, self.space, self.places, self.command = folder, space, places, command
+        kind, data = tasks.kind(space.base), space.base.data
+        published = f"torchvision's test images, for {data.name} has no validation images apart from them"
+        images = published if data.name in PUBLISHED else "held-out images"
+        self.metric = Metric(kind.metric, kind.larger_is_better, images)
         sampled = space.trials is not None
-        larger = self.metric.larger_is_better
-        self.source: Source = Sampled(space, folder, larger) if sampled else Combinations(space)
-        self.runner = TrialRunner(folder, space, places, self.metric.name, watched=sampled)
-        self.outcomes: dict[int, dict[int, TrialOutcome]] = {}
-        self.folders: dict[int, list[str]] = {}
-        self.done, self.kept, self.begun = 0, 0, time.monotonic()
+        self.sampler = Sampler(space, folder, kind.larger_is_better) if sampled else None
+        where = [places.words(place) for place in range(len(places.devices))]
+        self.engine = TrialEngine(folder, where, space.base.grace + SAVING)
+        self.trials: list[SweepTrial] = [] if sampled else space.combinations()
+        self.runs: dict[int, dict[int, RunFigures]] = {}  # by trial and seed
+        self.total, self.done, self.begun = space.count() * space.repeats, 0, time.monotonic()
 
     def run(self) -> SweepReport:
         """All trials; the table and the winning command last."""
         self._announce()
         status = "interrupted"
         try:
-            self.runner.execute(self.source, self._told)
+            self.engine.run(self._trials(), self._told)
             status = "completed"
         finally:
             report = self._write(status)
-        print("\n" + sweep_table.as_text(report, self.metric), flush=True)
-        files = [f"{self.folder}/sweep.md", ".csv", ".json", *self._draw(report)]
-        say(f"  tables   {', '.join(files)}")
-        say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(self.folder))}")
+        print("\n" + results.as_text(report, self.metric), flush=True)
+        tell_files(
+            self.folder, "sweep", self.folder, lambda: sweep_pictures.draw(self.folder, report, self.space.dimensions)
+        )
         if report.best:
             best = report.done[0]
             figure = f"{self.metric.name} {self.metric.text(best.value)}"
@@ -138,47 +89,68 @@ class Sweeping:
         return report
 
     def _announce(self) -> None:
-        space, runs = self.space, self.space.count() * self.space.repeats
+        space = self.space
         how = " x ".join(f"{len(part.ends())} {part.key}" for part in space.dimensions)
-        if space.trials is not None:
+        if self.sampler is not None:
             how = "sampled by Optuna: " + ", ".join(map(str, space.dimensions))
         say(f"sweeping {space.name}: {readable.counted(space.count(), 'trial')}, {how}")
         seeds = f"{space.repeats} seeds each, " if space.repeats > 1 else ""
-        say(f"  {seeds}{readable.counted(runs, 'run')}, {self.places}")
-        if space.trials is not None:
-            say("  a trial below the median of the others at the same epoch is ended early")
+        say(f"  {seeds}{readable.counted(self.total, 'run')}, {self.places}")
         say(f"  {self.metric.name} on {self.metric.images}")
-        say(f"  in {self.folder}; if it is stopped, the same words continue it")
+        say(f"  in {self.folder}; if it is stopped, {AGAIN}")
 
-    def _told(self, run: TrialRun, outcome: TrialOutcome, seconds: float | None) -> None:
-        """A run has ended, or was done before."""
-        seed = self.space.seeds[run.repeat]
-        self.outcomes.setdefault(run.trial.number, {})[seed] = outcome
-        self.folders.setdefault(run.trial.number, []).append(str(self.runner.path(run)))
-        self.done += 1
-        if seconds is None:
-            self.kept += 1
+    def _trials(self) -> Iterator[TrialRun]:
+        """Without those whose trial has failed."""
+        for trial, repeat in self._in_order():
+            seed = self.space.seeds[repeat]
+            if all(run.error is None for run in self.runs.get(trial.number, {}).values()):
+                name, words = trial.folder(seed if repeat else None), self.space.typed(trial.values)
+                seeded = seed if repeat else None
+                yield TrialRun(name, words, seeded, read=self._read, resumes=True, key=(trial, seed))
+
+    def _in_order(self) -> Iterator[tuple[SweepTrial, int]]:
+        """Every combination with the first seed, then with the next: what is stopped early tells most. What is sampled
+        has all its seeds at once, since the next depends on it.
+        """
+        if self.sampler is None:
+            yield from ((trial, repeat) for repeat in range(self.space.repeats) for trial in self.trials)
             return
-        news = self.metric.name + " " + self.metric.text(outcome.value) if outcome.value is not None else "no figure"
-        if outcome.error is not None:
-            news = f"exit {outcome.code}: {outcome.error}"
-        elif outcome.early:
-            news = f"ended early after {readable.counted(outcome.epochs, 'epoch')}, {news}"
-        total, name = self.space.count() * self.space.repeats, run.trial.name
-        name += f" seed={seed}" if self.space.repeats > 1 else ""
-        say(f"[{self.done}/{total}] {name}: {news}, {seconds:.0f} s{self._left(total)}")
-        self._write("running")
+        for trial in self.sampler.trials():
+            self.trials.append(trial)
+            yield from ((trial, repeat) for repeat in range(self.space.repeats))
 
-    def _left(self, total: int) -> str:
-        """How long the rest takes, where it is worth a word."""
-        fresh, left = self.done - self.kept, total - self.done
-        seconds = (time.monotonic() - self.begun) / fresh * left
-        return f"; about {readable.duration(seconds)} to go" if left and seconds > 60 else ""
+    def _read(self, path: Path, result: dict[str, Any]) -> float:
+        value = finite(result.get(f"best_{self.metric.name}"))
+        if value is None:
+            line = f"no epoch was evaluated, so there is no {self.metric.name}: raise max_steps, or give data.root"
+            raise TrialFailed(line, RecipeError.code)
+        return value
+
+    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
+        """A run has ended, or was done before."""
+        swept, seed = trial.key
+        result = usable_json(self.engine.path(trial) / "result.json")
+        epochs, images = _count(result.get("epochs")), _count((result.get("data") or {}).get("val_samples"))
+        folder, seconds = str(self.engine.path(trial)), finite(result.get("seconds")) or 0.0
+        runs = self.runs.setdefault(swept.number, {})
+        runs[seed] = RunFigures(outcome.value, epochs, seconds, images, folder, outcome.error, outcome.code)
+        if self.sampler is not None and (outcome.error is not None or len(runs) == self.space.repeats):
+            values = [run.value for run in runs.values() if run.value is not None and run.error is None]
+            self.sampler.ended(swept.number, fmean(values) if len(values) == self.space.repeats else None)
+        self.done += 1
+        if outcome.seconds is None:
+            return
+        news = f"{self.metric.name} {self.metric.text(outcome.value)}"
+        news = news if outcome.error is None else f"exit {outcome.code}: {outcome.error}"
+        name = swept.name + f" seed={seed}" * (self.space.repeats > 1)
+        left = self.engine.left([("next", 0.0)] * (self.total - self.done))
+        progress(self.done, self.total, name, news, outcome.seconds, left)
+        self._write("running")
 
     def _write(self, status: str) -> SweepReport:
         """The tables, with what there is so far."""
         space = self.space
-        rows = tabulate(self.source.trials, self.outcomes, self.folders, space.repeats, self.metric)
+        rows = results.tabulate(self.trials, self.runs, space.repeats, self.metric)
         best = next((row for row in rows if row.status == "done"), None)
         report = SweepReport(
             recipe=space.name,
@@ -192,18 +164,14 @@ class Sweeping:
             larger_is_better=self.metric.larger_is_better,
             images=self.metric.images,
             trials=rows,
-            conclusion=conclusion(rows, space.repeats, self.metric),
+            conclusion=results.conclusion(rows, space.repeats, self.metric),
             best=["python", "-m", "trainer", *space.typed(best.values)] if best else None,
             seconds=time.monotonic() - self.begun,
             versions=versions(),
         )
-        sweep_table.write_tables(self.folder, report, self.metric)
+        results.write_tables(self.folder, report, self.metric)
         return report
 
-    def _draw(self, report: SweepReport) -> list[str]:
-        """A picture must not hide what came before it."""
-        try:
-            return [path.name for path in sweep_pictures.draw(self.folder, report, self.space.dimensions)]
-        except Exception as error:
-            say(f"  no picture: {type(error).__name__}: {' '.join(str(error).split())}")
-            return []
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

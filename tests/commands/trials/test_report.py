@@ -11,7 +11,7 @@ import pytest
 
 def test_other_programs_are_noticed():
     """A child that is still running is another program: only ended ones are known to be ours."""
-    from trainer.commands.compare.comparison_report import Others
+    from trainer.commands.trials.report import Others
 
     others = Others()
     if others.cores() is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from trainer.commands.compare.significance import (
+from trainer.commands.trials.significance import (
     ERROR,
     LOOKS,
     Difference,

@@ -1,0 +1,17 @@
+"""A stand-in for the processes of trials."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commands.trials.stand_in import Machine
+from trainer.commands.trials import engine
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = Machine()
+    monkeypatch.setattr(engine.family, "started", found.started)
+    monkeypatch.setattr(engine, "MOMENT", 0.0)
+    return found

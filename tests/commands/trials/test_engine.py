@@ -1,0 +1,237 @@
+"""The engine: what is done is kept, whatever stops it, and the same words go on; each command on it is a case."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.command_line import BARE, environment, result, trainer
+from tests.commands.compare.listing import SMALL
+from tests.commands.prove.proofs import begin
+from trainer.__main__ import answer
+from trainer.commands.trials import engine
+from trainer.commands.trials.engine import TrialEngine, TrialFailed, TrialOutcome, TrialRun, claim, failure_line
+from trainer.errors import FolderInUseError, Interrupted, Preempted
+from trainer.processes.rank import place
+
+COMPARE = ["compare", "recipe=digits", "modes=[single,ddp]", "repeats=2", "steps=40", *SMALL, "output=out"]
+SWEEP = ["sweep", "recipe=digits", "optimizer.lr=[0.01,0.1,1]", "threads=2", "output=out"]
+# command -> its words, what goes on with it, its file, trials that it has, a fault in the third one
+CASES = {
+    "compare": (COMPARE, ["resume=auto"], "compare.json", 6, "single/1"),
+    "sweep": (SWEEP, [], "sweep.json", 3, "003"),
+}
+
+
+@pytest.mark.parametrize("command", CASES)
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Preempted(), 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_what_is_stopped_goes_on_where_it_was(command, error, code, machine, capsys, tmp_path):
+    words, again, file, count, third = CASES[command]
+    machine.faults[third] = error
+    assert answer(words) == code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "kept" in said and (" ".join(again) or "the same words") in said
+    assert json.loads((tmp_path / "out" / file).read_text())["status"] == "interrupted"
+    left = [json.loads(path.read_text())["status"] for path in (tmp_path / "out").rglob("result.json")]
+    assert left.count("preempted") == 1, "the run under way was told to save and leave"
+    before, machine.ran = machine.ran, []
+    assert answer([*words, *again]) == 0
+    assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, (
+        "each once, but the stopped one"
+    )
+    report = json.loads((tmp_path / "out" / file).read_text())
+    machine.ran.clear()
+    assert answer([*words, *again]) == 0 and not machine.ran
+    assert report["status"] == "completed"
+    rows = [key for key in ("entries", "trials") if key in report]
+    assert json.loads((tmp_path / "out" / file).read_text())[rows[0]] == report[rows[0]]
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_full_disk_is_an_error_of_its_own_and_what_is_done_is_kept(command, machine, capsys, tmp_path, monkeypatch):
+    words, again, _, count, third = CASES[command]
+    opened, full = Path.open, [True]
+
+    def open_(path, *given, **named):
+        if full[0] and path.name.endswith(".log") and third in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", open_)
+    assert answer(words) == 28 and "disk is full" in capsys.readouterr().err
+    done, machine.ran = len(machine.ran), []
+    full[0] = False
+    assert answer([*words, *again]) == 0 and done + len(machine.ran) == count
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_folder_of_something_else_or_in_use_is_left_alone(command, machine, capsys, tmp_path):
+    words = CASES[command][0]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/result.json").write_text("{}")
+    assert answer(words) == 8 and "output=" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"result.json", ".lock"} and not machine.ran
+    (tmp_path / "out/result.json").unlink()
+    with engine.folder_of("out", Path("x"), "run"):
+        assert answer(words) == 8 and "in use" in capsys.readouterr().err
+
+
+def living(folder):
+    """Processes with the folder in their command line."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(folder).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
+                alive.append(path.parent.name)
+    return alive
+
+
+LONG = ["model.name=mlp", "epochs=400", "save.every_epochs=1", *BARE]
+REAL = {  # words, and what shows that a run is under way
+    "compare": (["compare", "recipe=digits", "modes=[single]", "repeats=1", *SMALL], "runs/single/0/recipe.yaml"),
+    "sweep": (
+        ["sweep", "recipe=digits", "seed=[1,2]", "devices=[cpu,cpu]", *LONG],
+        "001*/checkpoints/*/*",
+    ),
+    "prove": (["prove", "devices=[cpu,cpu]", "minutes=60"], "runs/single/recipe.yaml"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("compare", signal.SIGINT, 130), ("compare", signal.SIGTERM, 143), ("sweep", signal.SIGKILL, -9),
+        ("sweep", signal.SIGTERM, 143), ("prove", signal.SIGTERM, 143), ("prove", signal.SIGKILL, -9),
+    ],
+)  # fmt: skip
+def test_stopped_as_it_runs_it_leaves_nothing_behind_and_goes_on(command, number, code, tmp_path):
+    words, sign = REAL[command]
+    folder = tmp_path / "out"
+    if command == "prove":
+        begin(folder, "copies", "mode ddp")
+    typed = [sys.executable, "-m", "trainer", *words, f"output={folder}"]
+    pipe = subprocess.PIPE
+    started = warm.Popen(typed, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    until = time.monotonic() + 120
+    while not list(folder.glob(sign)):
+        assert started.poll() is None and time.monotonic() < until, started.communicate()
+        time.sleep(0.05)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=90)
+    assert started.returncode == code, out + err
+    assert code < 0 or (err.count("\n") == 1 and "kept" in err), err
+    time.sleep(0.5)
+    assert living(folder) == []
+    if command == "sweep":
+        assert code < 0 or result(next(folder.glob("001*/")))["status"] == "preempted"
+        refused = trainer(*words, "batch_size=64", f"output={folder}", cwd=tmp_path)
+        assert refused.returncode == 8 and "other batch_size" in refused.stderr
+    elif command == "prove":
+        before = (folder / "measured/copies/0").stat().st_mtime_ns
+        done = trainer(*words, f"output={folder}", timeout=300)
+        assert done.returncode == 0 and (folder / "measured/copies/0").stat().st_mtime_ns == before, done.stdout
+    else:
+        assert json.loads((folder / "compare.json").read_text())["status"] == "interrupted"
+
+
+# --- the engine alone -------------------------------------------------------------------------------------------------
+
+
+def trial(name, *words, **options):
+    return TrialRun(f"runs/{name}/1", ["mode=single", *words], **options)
+
+
+def test_trials_run_at_all_places_in_their_order_and_the_next_depends_on_the_last(machine, tmp_path):
+    heard = []
+
+    def trials():
+        yield trial("a")
+        yield trial("b", seed=3)
+        assert heard, "a place was free only after one had ended"
+        yield trial("c", devices=["devices=[mine]"], environment={"X": "1"})
+
+    TrialEngine(tmp_path, [["devices=[one]"], ["devices=[two]"]]).run(
+        trials(), lambda one, outcome: heard.append(one.name)
+    )
+    assert heard == ["runs/a/1", "runs/b/1", "runs/c/1"] and machine.most == 2
+    assert [words["devices"] for words in machine.words] == ["[one]", "[two]", "[mine]"]
+    assert machine.words[1]["seed"] == "3" and machine.environments[2]["X"] == "1"
+    assert all("resume" not in words for words in machine.words)
+
+
+@pytest.mark.parametrize(
+    ("damage", "again"),
+    [
+        (lambda path: None, False),
+        (lambda path: (path / "words.json").write_text('["mode=ddp"]'), True),
+        (lambda path: (path / "words.json").write_text("{"), True),
+        (lambda path: (path / "result.json").write_text('{"status": "completed"'), True),
+        (lambda path: (path / "result.json").write_text('{"status": "running"}'), True),
+        (lambda path: (path / "steps.csv").write_text("step\nodd,1\n"), True),
+    ],
+)
+def test_only_a_whole_run_of_the_same_words_is_not_done_again(damage, again, machine, tmp_path):
+    one = trial("a", read=lambda path, result: result["steps"])
+    assert TrialEngine(tmp_path).value(one) == 8
+    damage(tmp_path / "runs/a/1")
+    assert TrialEngine(tmp_path).value(one) == 8 and len(machine.ran) == 1 + again
+
+
+def test_a_value_that_cannot_be_read_is_done_anew_and_one_of_no_use_is_not(machine, tmp_path):
+    def useless(path, result):
+        raise TrialFailed("no epoch", 2)
+
+    with pytest.raises(TrialFailed, match="no epoch"):
+        TrialEngine(tmp_path).value(trial("a", read=useless))
+    with pytest.raises(TrialFailed):
+        TrialEngine(tmp_path).value(trial("a", read=lambda path, result: result["nothing"]))
+    assert len(machine.ran) == 2
+
+
+def test_a_run_that_hangs_is_killed(tmp_path):
+    words = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
+    one = TrialRun("a", words, environment={**environment(), "TRAINER_FAULT": "hang@0:1"})
+    with pytest.raises(TrialFailed, match=r"\b2 s\b") as error:
+        TrialEngine(tmp_path, timeout=2.0).value(one)
+    assert error.value.code == 7 and living(tmp_path / "a") == []
+
+
+def test_the_last_line_of_a_run_that_failed(tmp_path):
+    log = tmp_path / "log"
+    for text, code, line in (
+        ("epoch 1\ntrainer: error: no data\n", 3, "no data"),
+        ("Traceback\n  file\nValueError: odd\n\n", 1, "ValueError: odd"),
+        ("half a line", -signal.SIGKILL, "killed by SIGKILL"),
+        ("", 1, "ended with exit code 1 and no output"),
+    ):
+        log.write_text(f"python -m trainer\n{text}")
+        assert failure_line(log, code) == line
+
+
+def test_an_older_folder_with_a_word_more_or_less_is_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def held(output=None, **asked):
+        with claim(output, Path("runs/x"), "sweep", "sweep.json", asked, "type this") as path:
+            return str(path)
+
+    assert [held(a=1), held(a=2), held(a=1)] == ["runs/x", "runs/x-2", "runs/x"]
+    with pytest.raises(FolderInUseError, match=r"other b: .*type type this;.*output="):
+        held("runs/x", a=1, b=2)
+    (tmp_path / "runs/x/sweep.json").write_text("{")
+    with pytest.raises(FolderInUseError, match="something other"):
+        held("runs/x", a=1)
+    with pytest.raises(Interrupted, match="the same words"), claim("y", Path("z"), "sweep", "f.json", {}):
+        raise KeyboardInterrupt
+    assert TrialOutcome().seconds is None and not place().launched

@@ -1,0 +1,156 @@
+"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown, and its pictures; and what the
+figures were measured on, and whether anything else was running there meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shlex
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.devices import cards, host
+from trainer.processes import resources
+from trainer.processes.terminal import as_typed, say, styled
+from trainer.saving.files import csv_text, without_nan, write_atomically
+from trainer.telemetry import readable
+
+NOTE = 12  # characters of a note within the table of a terminal
+SHOWN = 20  # rows of it, where there is a file with all
+BUSY = 0.2  # cores: what others may use before it is worth a word
+
+
+def write_tables(
+    folder: Path, name: str, report: Mapping[str, Any], page: str, rows: Sequence[Sequence[Any]] = ()
+) -> None:
+    """NAME.json, NAME.md and, of its rows with their head, NAME.csv, each replaced at once."""
+    write_atomically(folder / f"{name}.json", json.dumps(without_nan(report), indent=2, allow_nan=False) + "\n")
+    if rows:
+        write_atomically(folder / f"{name}.csv", csv_text(without_nan(rows)))
+    write_atomically(folder / f"{name}.md", page)
+
+
+def as_text(
+    table: Sequence[Sequence[str]], right: Container[int], marked: Mapping[int, str], sentences: Sequence[str],
+    shown: int | None = None,
+) -> str:  # fmt: skip
+    """The table for a terminal, its head first; notes in the last column that are long stand below it.
+
+    Args:
+        right: columns to the right.
+        marked: a style of rows, numbered from 0 below the head.
+        shown: rows at most.
+    """
+    head, *rows = [list(row) for row in table[: None if shown is None else shown + 1]]
+    below = []
+    for cells in rows:
+        if len(cells[-1]) > NOTE:
+            below.append(f"{head[0]} {cells[0]}: {cells[-1]}")
+            cells[-1] = cells[-1].partition(":")[0]
+    lines = [as_typed(line) for line in readable.table([head, *rows], right)]
+    lines = [styled(line, marked[n]) if n in marked else line for n, line in enumerate(lines, -1)]
+    if len(rows) < len(table) - 1:
+        lines.append(f"and {len(table) - 1 - len(rows)} more in the files")
+    return "\n".join([*lines, "", *map(as_typed, (*below, *sentences))])
+
+
+def as_markdown(
+    title: str, command: str, table: Sequence[Sequence[str]], bold: Container[int], sentences: Sequence[str],
+    *more: str,
+) -> str:  # fmt: skip
+    """To paste into an issue: command, table, what it says, and paragraphs."""
+    lines = [f"### {title}", "", f"    {command}", "", *readable.markdown_table(table, bold), ""]
+    lines += [*(f"- {sentence}" for sentence in sentences), ""]
+    return "\n".join([*lines, *(line for text in more for line in (text, ""))])
+
+
+def versions_line(versions: Mapping[str, str | None]) -> str:
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return f"Versions: {listed}."
+
+
+def progress(done: int, total: int, what: str, news: str, seconds: float | None, left: float | None) -> None:
+    """One line of a trial that has ended: what came of it, seconds that it took, and those that are left."""
+    took = "" if seconds is None else f", {seconds:.0f} s"
+    say(f"[{done}/{total}] {what}: {news}{took}{'' if left is None else f'; {tqdm.format_interval(left)} left'}")
+
+
+def tell_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequence[Path]]) -> None:
+    """Draw, and say which files there are. A picture must not hide what came before it."""
+    try:
+        pictures = [path.name for path in draw()]
+    except Exception as error:
+        say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
+        pictures = []
+    say(f"  tables   {', '.join([f'{folder}/{name}.md', '.csv', '.json', *pictures])}")
+    say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(curves))}")
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+@dataclass(frozen=True)
+class MachineFigures:
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
+    system: str
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / 2**30:.0f} GiB" if self.memory_bytes else ""
+        return ", ".join(filter(None, [self.cpu, f"{self.cores} cores", memory, *self.gpus, self.system]))
+
+
+def this_machine() -> MachineFigures:
+    """Processor, cores, memory, GPUs and system."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
+    return MachineFigures(host.processor(), resources.cores(), host.total_memory(), gpus, platform.platform())
+
+
+class Others:
+    """How many cores other programs kept busy since this was made."""
+
+    def __init__(self) -> None:
+        self.begun, self.busy, self.ours = time.perf_counter(), _busy(), _ours()
+
+    def cores(self) -> float | None:
+        """None where the kernel does not tell, or this process may use only a part of the cores."""
+        now = _busy()
+        if now is None or self.busy is None or resources.cores() != os.cpu_count():
+            return None
+        return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
+
+    def words(self) -> list[str]:
+        """A warning, where one is due."""
+        cores = self.cores()
+        if cores is None or cores < BUSY:
+            return []
+        return [f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: compare again without them"]
+
+
+def _busy() -> float | None:
+    """Seconds that all cores together have worked since the machine started."""
+    try:
+        with open("/proc/stat") as stat:
+            user, nice, system, _, _, irq, softirq, *_ = map(int, stat.readline().split()[1:])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
+def _ours() -> float:
+    """Those of this process and the ended ones that it started."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

@@ -103,13 +103,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RUNS = {"runs/first", "runs/second"}
 TABLE: list[tuple[str, set[str]]] = [
-    ("trainer runs ", {"show", "compare", "delete"}),
+    ("trainer runs ", {"show", "delete"}),
     ("trainer runs de", {"delete"}),
     ("trainer runs show ", RUNS),
     ("trainer runs show fi", {"first"}),
     ("trainer runs show runs/fi", {"runs/first"}),
     ("trainer runs show first ", set()),
-    ("trainer runs compare first ", RUNS | {"output="}),
     ("trainer runs delete ", RUNS | {"yes="}),
     ("trainer runs delete yes=", {"true", "false"}),
     ("./launch.sh export ", RUNS | {"format=", "output=", "plugin="}),
@@ -139,7 +138,6 @@ TABLE: list[tuple[str, set[str]]] = [
     ("trainer submit slu", {"slurm"}),
     ("trainer submit slurm ti", {"time=", "timeout="}),
     ("trainer submit slurm recipe=digits --g", {"--go"}),
-    ("trainer submit kubernetes kind=", {"job", "trainjob"}),
     ("trainer guide mod", {"modes"}),
     ("trainer completion ", {"bash", "zsh"}),
     ("trainer help ev", {"evaluate"}),

@@ -455,7 +455,6 @@ SAID = {
     "recipe=digits data.image_size=3,224,320": "data.image_size=224:",
     "digits 10": "'10' key=value epochs=10",
     "digits epoch_size=1": "'epoch_size=1' epochs",
-    "compare runs/a runs/b": f"type {TRAIN} runs compare runs/a runs/b",
     "recipe=digits nnodes=2": f"NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST {TRAIN} recipe=digits",
     "recipe=digits main_process_port=1": f"type MASTER_PORT=1 {TRAIN} recipe=digits",
     "recipe=digits mode=tp": "'mode=tp' mode=fsdp",

@@ -148,7 +148,6 @@ ANSWERED = {
     "submit slurm recipe=digits nproc=2 time=01:00:00 --cpus-per-task 3": "--cpus-per-task=3",
     "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 --mem 16GiB": "#SBATCH --mem=",
     "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8 node_rank=1": "#SBATCH",
-    "submit kubernetes recipe=digits num_nodes=2 nproc=2 cpus=8 memory=16GiB image=I claim=C": "completions: 2",
     "recipe=digits --list-models": "digits",
     "plan recipe=digits mode=single --arch mlp": "mlp",
 }

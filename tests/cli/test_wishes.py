@@ -100,7 +100,6 @@ MENDED = {
     "recipe=digits task=segment": ("recipe=digits", "multilabel"),
     "plan recipe=digits gpu=A100": ("plan recipe=digits", "devices"),
     "recipe=digits dp=2 pp=2": ("recipe=digits mode=pipeline pipeline.stages=2", "nproc="),
-    "compare runs/a runs/b": ("runs compare runs/a runs/b", "runs"),
     "recipe=digits trainer.optimizer.lr=0.1": ("recipe=digits optimizer.lr=0.1", "optimizer.lr"),
     "recipe=digits lr_max=0.1": ("recipe=digits optimizer.lr=0.1", "optimizer.lr"),
     "recipe=digits conf=0.25 lr=0.1": ("recipe=digits optimizer.lr=0.1", "conf"),

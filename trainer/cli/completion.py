@@ -73,6 +73,5 @@ def _values() -> Mapping[str, Sequence[str]]:
         "task.name": TASKS,
         "measured": ("here",),
         "format": EXPORTS,
-        "kind": ("job", "trainjob"),
         "yes": ("true", "false"),
     }

@@ -133,12 +133,12 @@ _trainer_found() {
             ;;
     esac
     if [ $first = 1 ]; then _trainer_match "$word" $commands; fi
-    if [ "$command$task" = submit ]; then _trainer_match "$word" slurm kubernetes dockerfile; fi
+    if [ "$command$task" = submit ]; then _trainer_match "$word" slurm; fi
     case $command in
 @OWN@
         runs)
             case $task in
-                "") _trainer_match "$word" show compare delete ;;
+                "") _trainer_match "$word" show delete ;;
                 show | compare | delete)
                     if [ "$task $bare" != "show 2" ]; then _trainer_named "$word"; fi
                     case $task in compare) _trainer_match "$word" output= ;; delete) _trainer_match "$word" yes= ;; esac

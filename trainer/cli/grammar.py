@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.cli import predict_words
 from trainer.cli.dialects.interpreter import bare_meaning, meaning
-from trainer.cli.dialects.meaning import CommandLine, Meaning, is_run
+from trainer.cli.dialects.meaning import CommandLine, Meaning
 from trainer.cli.known_keys import (
     AFTERWARDS,
     COMMAND_WORDS,
@@ -67,7 +67,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     command, rest, renamed = _command(words)
     if rest == ["help"]:
         return "help", [command]
-    if command == "submit" and len(rest) > 1 and "=" not in rest[0]:  # slurm, kubernetes
+    if command == "submit" and len(rest) > 1 and "=" not in rest[0]:  # slurm
         command, words = _read(command, spelled(rest[1:]), renamed, rest[:1])
         return command, [rest[0], *words]
     if command == "submit" and rest:
@@ -158,9 +158,6 @@ def _command(words: Sequence[str]) -> tuple[str, list[str], list[Meaning]]:
     """The command, its words, and what was wrong with how it was named."""
     first, rest = words[0], list(words[1:])
     plain = first.lower().lstrip(DASHES)
-    are_runs = [is_run(os.path.expanduser(word)) or word.startswith("runs/") for word in rest]
-    if first == "compare" and len(rest) > 1 and all(are_runs):
-        return "runs", ["compare", *rest], [Meaning(("runs", "compare"), typed="compare")]
     if first in COMMANDS:
         return first, rest, []
     if first in ("--version", "-V"):

@@ -29,10 +29,7 @@ _TYPED = {
     "doctor": "info env collect_env check diagnose checks system status nvidia-smi gpus devices",
     "prove": "proof verify selftest self-test burnin burn-in health acceptance certify",
     "submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8": "slurm sbatch srun batch",
-    "submit kubernetes recipe=digits nproc=2 cpus=8 memory=16GiB image=IMAGE claim=CLAIM": (
-        "kubernetes k8s kubectl kubeflow trainjob"
-    ),
-    "submit dockerfile": "docker dockerfile",
+    "guide nodes": "kubernetes k8s kubectl kubeflow",
     "guide": "docs doc documentation manual tutorial faq howto readme topics",
     "recipe=RUN output=RUN resume=auto": "resume continue restart",
     "help": "usage man commands ?",
@@ -80,8 +77,8 @@ COMMAND_WORDS = {
     "sweep": ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume"),
     "plan": ("recipe", "plugin", "nproc", "memory", "measured", "bandwidth"),
     "submit": (
-        "recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "kind", "image", "claim",
-        "requeues", "max_restarts", "plugin", "output", "resume",
+        "recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "requeues",
+        "max_restarts", "plugin", "output", "resume",
     ),
     "predict": ("checkpoint", "plugin"),
     "evaluate": ("checkpoint", "plugin", "split"),

@@ -204,7 +204,7 @@ def bare_meaning(typed: str, line: CommandLine) -> Meaning | None:
         modes = ",".join([line.values.get("modes", "").strip("[]"), *named]).strip(",").split(",")
         return Meaning((f"modes=[{','.join(dict.fromkeys(modes))}]",), typed=" ".join(named))
     if line.command == "compare" and (is_run(path) or typed.startswith("runs/")):
-        return Meaning((), "runs compare RUN RUN compares finished runs")
+        return Meaning((), "python -m tensorboard.main --logdir runs shows finished runs side by side")
     if typed.endswith(SHARDS) and not re.search(r"\.(pth?|ckpt)\.tar$", typed) and not predicts:
         return _shards(typed, line)
     if line.command == "predict":

@@ -139,9 +139,9 @@ _trainer_found() {
         runs)
             case $task in
                 "") _trainer_match "$word" show delete ;;
-                show | compare | delete)
+                show | delete)
                     if [ "$task $bare" != "show 2" ]; then _trainer_named "$word"; fi
-                    case $task in compare) _trainer_match "$word" output= ;; delete) _trainer_match "$word" yes= ;; esac
+                    if [ "$task" = delete ]; then _trainer_match "$word" yes=; fi
                     ;;
             esac
             ;;

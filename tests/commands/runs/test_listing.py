@@ -224,7 +224,7 @@ def test_no_runs_yet(home):
         (["show", "~nobody/x"], "is not there"),
         (["show", "runs"], "runs holds no run (no files of a run)"),
         (["show", "digits-1/recipe.yaml"], "runs/digits-1/recipe.yaml is a file: give the run's folder, runs/digits-1"),
-        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN,"),
+        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN"),
         (["recipe=digits"], "'recipe=digits' is not understood: type runs, runs show RUN"),
         (["--all"], "'--all' is not understood"),
         (["format=xml"], "format=xml is not one of text, json"),

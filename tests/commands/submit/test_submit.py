@@ -119,7 +119,9 @@ def test_without_the_clusters_program_it_says_what_to_type(monkeypatch: pytest.M
 
 def test_the_guides_manifest_knows_the_exit_codes_and_the_time_to_save() -> None:
     page = (Path(cli.__file__).parent / "guide" / "nodes.md").read_text()
-    service, job = yaml.safe_load_all(page.partition("```yaml\n")[2].partition("```")[0])
+    service, job = yaml.safe_load_all(
+        page.partition("type `kubectl apply -f job.yaml`:\n\n```text\n")[2].partition("```")[0]
+    )
     spec = job["spec"]
     assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [*HOPELESS]
     pod = spec["template"]["spec"]

@@ -94,7 +94,7 @@ WANTS: dict[str, tuple[str, ...]] = {
     "evaluate": ("checkpoint=RUN",),
 }  # what each needs at least
 EXPORTS = ("onnx", "exported_program", "torchscript", "safetensors")  # what export's format= can be
-FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from", "measured")  # hold paths
+FOLDERS = ("recipe", "checkpoint", "data.root", "data.labels", "output", "model.init_from")  # hold paths
 
 
 def our_name(name: str, options: Collection[str]) -> str:

@@ -14,7 +14,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without o
        ./launch.sh runs [show RUN]                list the runs in ./runs, or show one; also compare, delete
        ./launch.sh export RUN format=onnx         a trained model as a file for other programs
        ./launch.sh cache                          copies of photos that are read faster: list, build, verify, delete
-       ./launch.sh submit slurm recipe=NAME ...  write the file that a cluster takes (or kubernetes, dockerfile)
+       ./launch.sh submit slurm recipe=NAME ...  write the script that sbatch takes
        ./launch.sh doctor                         what this machine offers, and what is wrong with it
        ./launch.sh prove                          does this machine train right, and how fast? ten minutes
        ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained

@@ -188,7 +188,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         load(None, *("data.root='-'" if word == "data.root=-" else word for word in rest if "=" in word))
         assert command != "evaluate" or "checkpoint" in own
     elif command == "runs":
-        assert not rest or rest[0] in ("show", "compare", "delete", *SYNONYMS, "FOLDER"), rest
+        assert not rest or rest[0] in ("show", "delete", *SYNONYMS, "FOLDER"), rest
     elif command == "doctor":
         assert not rest
     elif command == "prove":

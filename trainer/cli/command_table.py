@@ -45,8 +45,8 @@ COMMANDS = {
     "submit": Command(
         "trainer.commands.submit",
         (
-            *("recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "kind", "image"),
-            *("claim", "requeues", "max_restarts", "plugin", "output", "resume"),
+            *("recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "requeues"),
+            *("max_restarts", "plugin", "output", "resume"),
         ),
         wants=("slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"),
         alone=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -66,13 +65,12 @@ def measure(
     forward: Callable[[], Tensor],
     known: Sequence[Tensor],
     cpu: bool = False,
-    beside: Callable[[Allocations], AbstractContextManager[None]] | None = None,
 ) -> Pass:
     """The pass in which `forward` computes the output. What `known` tensors hold does not count.
 
-    With `cpu`, what convolutions allocate for a moment on a CPU does; `beside` counts more, during the pass.
+    With `cpu`, what convolutions allocate for a moment on a CPU does.
     """
-    with Allocations(known, cpu) as seen, beside(seen) if beside else nullcontext():
+    with Allocations(known, cpu) as seen:
         out = forward()
         saved, most = seen.live, seen.peak
         gradient = torch.empty_like(out)
@@ -135,11 +133,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self.live + _scratch(args[1], args[2], args[9]))
         self.peak = max(self.peak, self.live)
         return out
-
-    def hold(self, size: int) -> None:
-        """Count bytes that no operator tells of, or fewer again."""
-        self.live += size
-        self.peak = max(self.peak, self.live)
 
     def alive(self) -> list[torch.UntypedStorage]:
         """Storages that came and are there still."""

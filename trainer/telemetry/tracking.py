@@ -5,7 +5,6 @@ Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,13 +21,11 @@ from trainer.saving.files import write_atomically, writing
 from trainer.saving.journal import OTHER, Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
-from trainer.telemetry import train_job
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.dashboards import arranged
 from trainer.telemetry.events import Events, trim_events
 from trainer.telemetry.loggers import Loggers
 from trainer.telemetry.readable import columns, titled
-from trainer.telemetry.train_job import TrainJobProgress
 
 LIVE, LOGGED = 0.2, 60.0  # seconds between two states of the live line; between two lines where there is none
 NARROW = 8  # characters of a column
@@ -78,8 +75,6 @@ class Tracker(NullTracker):
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._loggers: Loggers | None = None
-        self._train_job: TrainJobProgress | None = None
-        self._completed = False
         self._widths: dict[str, int] = {}  # of the columns, once their titles are printed
 
     def say(self, text: str, style: str = "") -> None:
@@ -125,8 +120,6 @@ class Tracker(NullTracker):
                 self._open_events(position, metric)
         self._loggers = Loggers(self.recipe, self.path, self.say)
         self.journal.resumed(position.step)
-        if os.environ.get(train_job.URL):
-            self._train_job = TrainJobProgress(os.environ, self.say)
         self._spoke = time.perf_counter()
         if self.recipe.logging.progress and (kind := bar_kind()) is not None:
             starts = f"epoch {self._epoch}/{self.recipe.epochs}  starting"
@@ -150,8 +143,6 @@ class Tracker(NullTracker):
                 self._events.scalars(arranged(values, self._metric), step)
         if self._loggers is not None:
             self._loggers.scalars(values, step)
-        if self._train_job is not None:
-            self._train_job.scalars(values)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text tab."""
@@ -182,8 +173,6 @@ class Tracker(NullTracker):
         self._paced = self._paced or (step, now)  # the first steps wait for everything to start
         first, begun = self._paced
         left = (now - begun) / (step - first) * (self._total - step) if step > first else None
-        if self._train_job is not None:
-            self._train_job.progress(step, self._total, left)
         rate = f"{speed:,.0f} images/s" if speed else ""
         clock = f"{tqdm.format_interval(left)} left" if left is not None else ""
         self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, clock, step=step)
@@ -209,7 +198,6 @@ class Tracker(NullTracker):
     def result(self, result: Mapping[str, Any]) -> None:
         """Replace result.json."""
         self.folder.write_result(result)
-        self._completed = result.get("status") == "completed"
         if self._loggers is not None:
             self._loggers.result(result)
 
@@ -239,9 +227,6 @@ class Tracker(NullTracker):
             closing.callback(self.folder.close)
             closing.callback(self.journal.close)
             closing.enter_context(writing(self.path))
-            if self._train_job is not None:
-                closing.callback(self._train_job.close, self._completed)
-                self._train_job = None
             for part in (loggers, bar, steps, events):
                 if part is not None:
                     closing.callback(part.close)

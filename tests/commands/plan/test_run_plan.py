@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.commands.plan.plans import of_cnn, run_folder
+from tests.commands.plan.plans import fixed_speed, of_cnn
 from tests.typed import odd
 from trainer import load_recipe, plan
 from trainer.commands.plan.run_plan import RunPlan
@@ -17,10 +17,11 @@ from trainer.commands.plan.run_plan import RunPlan
         ("split", {}),
     ],
 )
-def test_a_plan_is_what_its_type_tells(mode, options, tmp_path):
-    found = plan(of_cnn(mode), measured=run_folder(tmp_path / "run") if mode == "ddp" else None, **options)
+def test_a_plan_is_what_its_type_tells(mode, options, monkeypatch):
+    fixed_speed(monkeypatch)
+    found = plan(of_cnn(mode), measured="here" if mode == "ddp" else None, **options)
     assert odd(found, RunPlan) == []
-    assert (found["prediction"] is not None and found["scaling"] != [] and found["advice"] != []) == (mode == "ddp")
+    assert (found["prediction"] is not None and found["advice"] != []) == (mode == "ddp")
     assert (found["pipeline"] is not None) == (mode in ("pipeline", "split"))
 
 

@@ -67,8 +67,7 @@ def test_it_fits_a_narrow_terminal(home, monkeypatch):
     make(home / "digits_interleaved-pipeline-20261122-103335")
     make(home / "short")
     monkeypatch.setenv("COLUMNS", "80")
-    for words in ([], ["compare", "short", "digits_interleaved-pipeline-20261122-103335"]):
-        assert max(map(len, runs.command(words).splitlines())) <= 80
+    assert max(map(len, runs.command([]).splitlines())) <= 80
 
 
 def test_what_is_no_run_is_one_line_each(home):
@@ -148,7 +147,6 @@ def test_damaged_files_never_are_a_traceback(home, kind):
     (home / "bad" / name).write_bytes(content)
     assert set(rows(runs.command([]))) == {"bad", "good"}
     assert "bad" in runs.command(["show", "bad"]) and json.loads(runs.command(["show", "bad", "--json"]))
-    assert "images/s" in runs.command(["compare", "bad", "good"])
 
 
 @pytest.mark.parametrize("name", ["result.json", "recipe.yaml", "steps.csv", ".lock"])
@@ -158,7 +156,7 @@ def test_pipes_and_folders_in_place_of_files_are_not_waited_for(home, name):
         (make(home / kind) / name).unlink()
         put(home / kind / name)
     assert set(rows(runs.command([]))) == {"good", "pipe", "folder"}
-    assert "pipe" in runs.command(["compare", "pipe", "folder"])
+    assert all(name in runs.command(["show", name]) for name in ("pipe", "folder"))
 
 
 def test_names_do_not_move_the_cursor(home):
@@ -226,14 +224,12 @@ def test_no_runs_yet(home):
         (["show", "~nobody/x"], "is not there"),
         (["show", "runs"], "runs holds no run (no files of a run)"),
         (["show", "digits-1/recipe.yaml"], "runs/digits-1/recipe.yaml is a file: give the run's folder, runs/digits-1"),
-        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN,"),
+        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN"),
         (["recipe=digits"], "'recipe=digits' is not understood: type runs, runs show RUN"),
         (["--all"], "'--all' is not understood"),
         (["format=xml"], "format=xml is not one of text, json"),
         (["digits-1", "digits-1"], "'digits-1 digits-1' is not understood"),
-        (["compare", "digits-1"], "runs compare needs two runs or more"),
-        (["diff", "digits-1", "runs/digits-1/"], "one was given twice"),
-        (["compare", "digits-1", "other", "output=x.jpg"], "output=x.jpg names no picture: write output=x.jpg.png"),
+        (["compare", "digits-1"], "'compare digits-1' is not understood"),
         (["rm"], "runs delete needs the names of runs"),
         (["delete", "digits-1", "-f"], "'-f' is not a word of runs delete"),
     ],
@@ -250,13 +246,12 @@ def test_a_run_may_have_the_name_of_a_word(home):
     make(home / "lr=0.1")
     make(home / "-b")
     assert "runs/lr=0.1" in runs.command(["show", "lr=0.1"]) and "runs/-b" in runs.command(["-b"])
-    assert "lr=0.1" in runs.command(["compare", "lr=0.1", "-b"])
 
 
 def test_torch_is_not_loaded(home, tmp_path):
     make(home / "a")
     make(home / "b", "epochs=3")
-    script = "import sys; from trainer.commands import runs; runs.command(['compare', 'a', 'b'])"
+    script = "import sys; from trainer.commands import runs; runs.command(['show', 'a'])"
     script += "; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     words = [sys.executable, "-c", script]

@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_line import environment, ok, told_to_type, trainer
 from trainer import __main__ as cli
+from trainer import load_recipe
 from trainer.commands.submit import command
-from trainer.commands.submit.submission import seconds
+from trainer.commands.submit.submission import HOPELESS, seconds
 from trainer.errors import RecipeError, SetupError
+from trainer.processes.interrupts import SAVING
 
 SLURM = ["slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"]
-KUBERNETES = ["kubernetes", "recipe=digits", "nproc=2", "cpus=8", "memory=16GiB", "image=trainer:1", "claim=data"]
 
 
 def refused(*words: str) -> str:
@@ -34,8 +36,7 @@ def refused(*words: str) -> str:
     [
         ([], "submit slurm"),
         (["slrum"], "submit slurm"),
-        (["k8s"], "slurm, kubernetes, dockerfile"),
-        (["dockerfile", "recipe=digits"], "recipe=digits"),
+        (["kubernetes", "recipe=digits"], "guide nodes"),
         (["slurm"], "recipe="),
         (["slurm", "recipe=digits"], "nproc="),
         (["slurm", "recipe=digits", "nproc=2"], "time="),
@@ -54,7 +55,6 @@ def refused(*words: str) -> str:
         ([*SLURM, "accumulate=2", "array=batch_size:[96,97]"], "97"),
         ([*SLURM, "array=seed:[1,2]", "seed=3"], "seed"),
         ([*SLURM, "partition=a;b"], "partition=a;b"),
-        ([*SLURM, "image=x"], "kubernetes"),
         ([*SLURM, "resume=never"], "resume=never"),
         ([*SLURM, "output=~/x"], "~"),
         ([*SLURM, "epoch=3"], "epochs"),
@@ -64,14 +64,6 @@ def refused(*words: str) -> str:
         ([*SLURM, "nodes=2", "mode=hogwild"], "2 nodes"),
         ([*SLURM, "devices=[cuda:0]"], "1 device"),
         (["slurm", "recipe=digits", "mode=split", "time=1:00:00", "cpus=8"], "devices="),
-        ([*KUBERNETES, "kind=pod"], "kind=pod"),
-        ([*KUBERNETES, "kind=TrainJobs"], "job, trainjob"),
-        ([*KUBERNETES, "output=/elsewhere/x"], "/work"),
-        ([*KUBERNETES, "output=../x"], "/work"),
-        ([*KUBERNETES, "time=1:00:00"], "slurm"),
-        ([*KUBERNETES, "claim=my claim"], "claim"),
-        (KUBERNETES[:-1], "claim="),
-        ([*KUBERNETES[:-2], KUBERNETES[-1]], "image="),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], said: str) -> None:
@@ -103,19 +95,18 @@ def test_time(text: str, value: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "program"), [(SLURM, "sbatch"), (KUBERNETES, "kubectl")])
-def test_go_hands_the_file_over(words: list[str], program: str, tmp_path: Path) -> None:
-    stand_in = tmp_path / program
+def test_go_hands_the_file_over(tmp_path: Path) -> None:
+    stand_in = tmp_path / "sbatch"
     stand_in.write_text(f'#!/bin/bash\necho "$@" >{tmp_path}/arguments; cat >{tmp_path}/file; echo taken; exit $CODE\n')
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = ok("submit", *words, "--go", env={**paths, "CODE": "0"})
+    done = ok("submit", *SLURM, "--go", env={**paths, "CODE": "0"})
     assert done.stdout == "taken\n"
-    printed = ok("submit", *words).stdout
+    printed = ok("submit", *SLURM).stdout
     written = (tmp_path / "file").read_text()
     assert written == printed.replace(" recipe", " recipe", 1) or re.sub(" --go", "", written) == printed
-    failed = trainer("submit", *words, "--go", env={**paths, "CODE": "1"})
-    assert failed.returncode == 3 and program in failed.stderr
+    failed = trainer("submit", *SLURM, "--go", env={**paths, "CODE": "1"})
+    assert failed.returncode == 3 and "sbatch" in failed.stderr
 
 
 def test_without_the_clusters_program_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +117,15 @@ def test_without_the_clusters_program_it_says_what_to_type(monkeypatch: pytest.M
     assert typed and "--go" not in typed[0] and "'output=runs/a b'" in typed[0]
 
 
-def test_the_dockerfile_installs_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["dockerfile"]) == 0
-    text = capsys.readouterr().out
-    project = Path(cli.__file__).parent.parent
-    copied = [name for line in re.findall(r"COPY (.*) \S+\n", text) for name in line.split()]
-    assert copied and all((project / name).exists() for name in copied)
-    needed = set(re.findall(r'(?:readme|license-files) = \[?"([^"]+)"', (project / "pyproject.toml").read_text()))
-    assert needed <= {*copied}
+def test_the_guides_manifest_knows_the_exit_codes_and_the_time_to_save() -> None:
+    page = (Path(cli.__file__).parent / "guide" / "nodes.md").read_text()
+    service, job = yaml.safe_load_all(
+        page.partition("type `kubectl apply -f job.yaml`:\n\n```text\n")[2].partition("```")[0]
+    )
+    spec = job["spec"]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [*HOPELESS]
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= load_recipe("resnet50").grace + SAVING
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"] == pod["subdomain"]
+    start, words = pod["containers"][0]["command"][:4], pod["containers"][0]["command"][4:]
+    assert start[:3] == ["python", "-m", "trainer"] and load_recipe("resnet50", *words[1:-2])

@@ -7,7 +7,6 @@ The model is built of shapes alone, so a plan for eight GPUs takes seconds on a 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -53,7 +52,7 @@ def planned(
     recipe: Recipe | str | Path | Mapping[str, Any],
     nproc: int | str | None = None,
     memory: int | str | None = None,
-    measured: str | Path | None = None,
+    measured: str | None = None,
     bandwidth: float | str | None = None,
     plugin: str | None = None,
     every: bool = False,
@@ -66,7 +65,7 @@ def planned(
         nproc: processes, as in training; without, as many as training would start here.
         memory: of each device, in bytes or as in "24GiB", which are GPUs where the recipe does not say `devices=[cpu]`
             and nothing measured says what computes; without, that of this machine's.
-        measured: a run folder whose speed to predict from, or "here".
+        measured: "here" computes for a few seconds, and predicts the speed from that.
         bandwidth: between devices, in bytes a second or as in "10GB/s"; without, as measured.
         plugin: the user's own module, which registers models and data sets.
         every: add a line for each mode on as many devices.
@@ -86,9 +85,8 @@ def planned(
     for key, amount in (("memory", memory), ("bandwidth", bandwidth)):
         if not isinstance(amount, int | float | str | None):
             raise RecipeError(f"{key}= is a number, or text as in '24GiB', not {type(amount).__name__}")
-    if not isinstance(measured, str | os.PathLike | None):
-        raise RecipeError(f"measured= is a run's folder or 'here', not {type(measured).__name__}")
-    measured = None if measured is None else os.fspath(measured)
+    if measured not in (None, "here"):
+        raise RecipeError(f"measured={str(measured)[:80]}: a speed is predicted from this machine's, by measured=here")
     room = readable.parse_memory(memory) if isinstance(memory, str) else memory
     speed = readable.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc, gpus=room is not None and measured is None)

@@ -18,16 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.commands.plan.dataset_facts import DatasetFacts
-from trainer.commands.plan.gathering import Gathering
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models import memory
 from trainer.models.balance import BlockCost
 from trainer.models.blocks import hold_statistics
-from trainer.models.memory import Allocations, Pass, Resident, size_of
+from trainer.models.memory import Pass, Resident, size_of
 from trainer.models.partition import Traced, trace
-from trainer.modes.fsdp_units import units_of
 from trainer.modes.pipeline.wire import Wire
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
@@ -109,29 +107,12 @@ class FakeModel:
             whole = _Running(self.model, self.in_precision)
             return self._pass(whole, self._images(rows), gradients, last=True)
 
-    def sharded(self, rows: int, parts: int, reshard: bool, gradients: bool, offload: bool) -> Pass:
-        """The pass of a rank that has one of so many parts of the weights, and gathers the others.
-
-        Args:
-            reshard: weights are freed after the forward pass.
-            gradients: this rank's part of them exists already.
-            offload: its part of everything is in the host's memory.
-        """
-
-        def beside(seen: Allocations) -> Gathering:
-            return Gathering(self.model, units_of(self.model), parts, reshard, gradients, offload, seen)
-
-        with self._fake, self._shapes_suffice():
-            whole = _Running(self.model, self.in_precision)
-            return self._pass(whole, self._images(rows), False, last=True, beside=beside)
-
     def _pass(
         self,
         module: nn.Module,
         inputs: Tensor,
         gradients: bool,
         last: bool,
-        beside: Callable[[Allocations], Gathering] | None = None,
     ) -> Pass:
         rows = len(inputs)
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -146,7 +127,7 @@ class FakeModel:
             return self.task.loss(out.float(), targets) if last else out
 
         known = [*module.parameters(), *module.buffers(), *grads, inputs, targets]
-        measured = memory.measure(forward, known, self._cpu, beside)
+        measured = memory.measure(forward, known, self._cpu)
         for leaf in (*parameters, inputs):
             leaf.grad = None
         return measured

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.measured import Timings, gradients_sent, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.plan.run_plan import PredictionFigures, ScalingFigures
+from trainer.commands.plan.run_plan import PredictionFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import stage_seconds
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
-from trainer.recipe import STREAMS, checks
+from trainer.recipe import STREAMS
 from trainer.telemetry.readable import as_size, duration
 
 BACKWARD = 2 / 3  # of a pass, where the two were not measured apart; an all-reduce can hide behind it on a GPU
@@ -50,7 +49,7 @@ def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: floa
         )
     if bandwidth is not None:
         notes = (*measured.assumptions, f"devices exchange {as_size(bandwidth)}/s, as stated")
-        measured = replace(measured, bandwidth=bandwidth, exposed=None, assumptions=notes)
+        measured = replace(measured, bandwidth=bandwidth, assumptions=notes)
     return _of_stages(fake, layout, measured) if layout.staged else _of_replicas(fake, layout, measured)
 
 
@@ -63,7 +62,7 @@ def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast
     if how:
         notes.append(how)
     hidden = 0.0
-    reduced = layout.recipe.traits.exchanges == "gradients" and seconds and measured.exposed is None
+    reduced = layout.recipe.traits.exchanges == "gradients" and seconds
     if reduced and layout.kind == "cuda":
         hidden = min(seconds, BACKWARD * measured.image * layout.rows)  # only the last micro-batch's pass exchanges
         notes.append(f"{duration(hidden)} of {duration(seconds)} of all-reduce overlap with the backward pass")
@@ -88,10 +87,6 @@ def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[flo
         if every is None:
             return 0.0, "the cost of averaging once an epoch is neglected"
         per_step = 1 / every
-    if measured.exposed is not None:
-        seconds, ranks = measured.exposed
-        scale = ring(count) / ring(ranks)
-        return seconds * scale * per_step, f"communication as measured among {ranks} ranks, times {scale:.2f}"
     size = gradients_sent(layout.recipe, fake.resident(fake.model).gradients)
     if measured.bandwidth is None:
         return 0.0, "communication is left out: state it, as in bandwidth=10GB/s"
@@ -101,54 +96,16 @@ def _all_reduce(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[flo
 
 def _of_stages(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast:
     """Of the numbers of micro-batches that were measured the fastest, as training would choose."""
-    return min((_of_cut(fake, layout, measured, m) for m in _microbatches(layout, measured)), key=lambda f: f.step)
-
-
-def _microbatches(layout: Layout, measured: Timings) -> list[int]:
-    if measured.blocks:
-        return schedules.candidates(layout)
-    if measured.stages and measured.stages.microbatches in layout.microbatches:
-        return [measured.stages.microbatches]
-    return [schedules.default_microbatches(layout)]
+    return min((_of_cut(fake, layout, measured, m) for m in schedules.candidates(layout)), key=lambda f: f.step)
 
 
 def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
-    rows, count = -(-layout.rows // microbatches), layout.workers * layout.virtual
-    notes, ran, recipe = list(measured.assumptions), measured.stages, layout.recipe
-    if measured.blocks:
-        costs = measured.blocks[rows]
-        cut = schedules.cut(fake, layout, microbatches, costs)
-        seconds = stage_seconds(fake.traced, cut.names, costs)
-        notes.append(f"each block's seconds were measured in micro-batches of {rows}")
-    elif ran and (len(ran.cuts) + 1, ran.split_size) == (count, rows) and recipe.pipeline.cuts in ("auto", ran.cuts):
-        cut = schedules.cut(fake, replace(layout, recipe=recipe.replace(pipeline__cuts=ran.cuts)), microbatches)
-        seconds = _halves([busy / ran.microbatches for busy in ran.seconds])
-        notes.append("cuts, micro-batches and each stage's seconds as in that run")
-    else:
-        cut = schedules.cut(fake, layout, microbatches)
-        total = sum(stage.flops for stage in cut.stages)
-        seconds = _halves([measured.image * rows * stage.flops / total for stage in cut.stages])
-        notes.append(
-            f"stages take their share of FLOPs; an image takes as long in passes of {rows} as of {measured.rows}"
-        )
-    return _step(fake, layout, measured, cut, seconds, notes)
-
-
-def _halves(each: Sequence[float]) -> list[tuple[float, float]]:
-    """Seconds of forward and backward passes of stages whose sum is known."""
-    return [(seconds * (1 - BACKWARD), seconds * BACKWARD) for seconds in each]
-
-
-def _step(
-    fake: FakeModel,
-    layout: Layout,
-    measured: Timings,
-    cut: Cut,
-    stages: Sequence[tuple[float, float]],
-    notes: list[str],
-) -> Forecast:
+    rows = -(-layout.rows // microbatches)
+    cut = schedules.cut(fake, layout, microbatches, measured.blocks[rows])
+    stages = stage_seconds(fake.traced, cut.names, measured.blocks[rows])
+    notes = [*measured.assumptions, f"each block's seconds were measured in micro-batches of {rows}"]
     recipe = layout.recipe
-    if recipe.pipeline.recompute and not (measured.stages and measured.stages.recompute):
+    if recipe.pipeline.recompute:
         stages = [(forward, backward + forward) for forward, backward in stages]
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = 0.0
@@ -178,21 +135,3 @@ def _step(
         cut,
         tuple(notes),
     )
-
-
-def over_device_counts(
-    fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None
-) -> list[ScalingFigures]:
-    """The same global batch over 1, 2, 4, ... devices up to the layout's, for modes of replicas."""
-    if layout.staged or layout.recipe.processes == "one":
-        return []
-    rows: list[ScalingFigures] = []
-    recipe = layout.recipe
-    for count in sorted({2**n for n in range(13) if 2**n < layout.processes} | {layout.processes}):
-        if not checks.divides(recipe, count):
-            continue
-        step = forecast(fake, replace(layout, processes=count), measured, bandwidth).step
-        rate = recipe.batch_size / step
-        first = rows[0].samples_per_sec if rows else rate
-        rows.append(ScalingFigures(count, step, rate, rate / (count * first)))
-    return rows

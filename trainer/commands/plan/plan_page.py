@@ -15,7 +15,6 @@ from trainer.commands.plan.run_plan import (
     RateFigures,
     ReadingFigures,
     RunPlan,
-    ScalingFigures,
     StepFigures,
 )
 from trainer.recipe import TRAITS
@@ -49,7 +48,7 @@ def page_of(plan: RunPlan) -> str:
     if plan.pipeline:
         lines += ["", *_pipeline(plan.pipeline)]
     if plan.prediction:
-        lines += ["", *_prediction(plan.prediction, plan.scaling)]
+        lines += ["", *_prediction(plan.prediction)]
     if plan.modes:
         lines += ["", *_modes(plan.modes)]
     if plan.assumptions:
@@ -129,9 +128,7 @@ def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     line += f" ({parts} a photo)"
     if reading.bound is not None:
         line += f": at that speed the {reading.bound} limits the run"
-    cache = f"data.cache=disk: {reading.cached_samples_per_sec:,.4g} images/s, {as_size(reading.cache_bytes)} "
-    cache += f"({as_size(reading.jpeg_cache_bytes)} with data.cache_format=jpeg), made in at least "
-    return {"reading": line, "cache": cache + duration(reading.cache_seconds)}
+    return {"reading": line}
 
 
 def _traffic(plan: RunPlan) -> str:
@@ -203,7 +200,7 @@ def _pipeline(pipe: PipelineFigures) -> list[str]:
     return [*lines, *_table(rows)]
 
 
-def _prediction(made: PredictionFigures, scaling: Sequence[ScalingFigures]) -> list[str]:
+def _prediction(made: PredictionFigures) -> list[str]:
     parts = {
         "compute": made.compute_seconds,
         "communication": made.communication_seconds,
@@ -215,14 +212,7 @@ def _prediction(made: PredictionFigures, scaling: Sequence[ScalingFigures]) -> l
     listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in parts.items() if seconds)
     line = f"{made.samples_per_sec:,.4g} images/s, {duration(made.step_seconds)} a step: {listed}"
     line += f"; bubble {made.bubble:.1%}" if made.bubble is not None else ""
-    lines = _field("predicts", line)
-    if len(scaling) > 1:
-        rows = [["devices", "images/s", "a step", "efficiency"]]
-        for row in scaling:
-            numbers = [f"{row.samples_per_sec:,.4g}", duration(row.step_seconds), f"{row.efficiency:.0%}"]
-            rows.append([str(row.devices), *numbers])
-        lines += _table(rows)
-    return lines
+    return _field("predicts", line)
 
 
 def _modes(modes: Sequence[ModeFigures]) -> list[str]:

@@ -20,6 +20,7 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.memory import USABLE, Resident, held, saved_buffers
 from trainer.modes.dp import rows_of_devices
+from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe.checks import launched_because, weight_shards
@@ -70,7 +71,8 @@ def _outer(resident: Resident, layout: Layout) -> int:
 
 
 def _of_shards(fake: FakeModel, layout: Layout) -> Device:
-    """A shard of everything, and what of the whole a pass gathers: see `gathering`."""
+    """A shard of everything, and what of the whole a pass gathers at most: with what is in no unit, two units and the
+    gradients of one; all weights where they stay, or are hardly more. Within 10 % of what ranks hold."""
     parts, recipe = weight_shards(layout.recipe, layout.processes), layout.recipe
     if parts == 1:
         return _of_whole(fake, layout)
@@ -80,8 +82,11 @@ def _of_shards(fake: FakeModel, layout: Layout) -> Device:
     if offload:
         resident = Resident(0, 0, 0, saved_buffers(fake.model) * (whole.ema > 0), whole.buffers)
     stays = recipe.accumulate > 1  # gradients, from one pass to the next
-    held = fake.sharded(layout.rows, parts, recipe.fsdp.reshard, stays, offload).peak
-    peak = sum(resident) - resident.gradients * (not stays) + images + held
+    rest, *units = unit_sizes(fake.model, units_of(fake.model))
+    gathered = min(whole.parameters, rest + 3 * max(units)) if recipe.fsdp.reshard and units else whole.parameters
+    # Shards of gradients come as activations go.
+    passing = max(fake.whole(layout.rows, gradients=True).peak, 0 if stays else resident.gradients)
+    peak = sum(resident) - resident.gradients * (not stays) + images + gathered + passing
     activations = max(0, peak - sum(resident) - images)
     return Device("", *resident, images=images, activations=activations, peak=peak)
 

@@ -167,29 +167,15 @@ class PredictionFigures:
 
 @dataclass(frozen=True)
 class ReadingFigures:
-    """Photos, as this machine reads them: a process's seconds for one, and images/s of all; with the cache, which takes
-    so many bytes and seconds to make. Which of loader and model bounds a run, where the model's speed is predicted."""
+    """Photos, as this machine reads them: a process's seconds for one, and images/s of all.
+    Which of loader and model bounds a run, where the model's speed is predicted."""
 
     processes: int
     read_seconds: float
     decode_seconds: float
     transform_seconds: float
     samples_per_sec: float
-    cached_samples_per_sec: float
-    cache_bytes: int
-    jpeg_cache_bytes: int
-    cache_seconds: float
     bound: Literal["loader", "model"] | None
-
-
-@dataclass(frozen=True)
-class ScalingFigures:
-    """The same global batch over so many devices."""
-
-    devices: int
-    step_seconds: float
-    samples_per_sec: float
-    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -232,7 +218,6 @@ class RunPlan:
     disk: DiskFigures
     reading: ReadingFigures | None
     prediction: PredictionFigures | None
-    scaling: list[ScalingFigures]
     predicted_samples_per_sec: float | None
     commands: list[str]
     needs_folder: bool

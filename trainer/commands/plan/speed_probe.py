@@ -112,9 +112,7 @@ def _at_once(layout: Layout) -> tuple[int, int]:
     most = max(1, resources.cores() // (layout.recipe.threads or 1))
     most = resources.cuda_count() if layout.kind == "cuda" else most
     if not most:
-        raise SetupError(
-            "measured=here: no CUDA device is here; give a run on such a device, measured=runs/x, or devices=[cpu]"
-        )
+        raise SetupError("measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]")
     count = min(layout.processes, most)
     return count, resources.threads_per_process(layout.recipe, count)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import from_run, gradients_sent, reading, ring, sharded_traffic
+from trainer.commands.plan.measured import gradients_sent, reading, ring, sharded_traffic
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.run_plan import (
     BatchFigures,
@@ -51,10 +51,9 @@ def summarise(
     images = dataset_facts(recipe)
     steps = _steps(layout, images)
     fake = FakeModel(recipe, images, layout.kind)
-    source = predicted = cut = None
+    predicted = cut = None
     if measured is not None:
-        source = speed_probe.here(layout, images, plugin) if measured == "here" else from_run(measured, recipe, images)
-        predicted = forecast.forecast(fake, layout, source, bandwidth)
+        predicted = forecast.forecast(fake, layout, speed_probe.here(layout, images, plugin), bandwidth)
         cut = predicted.cut
     speed = None if predicted is None else recipe.batch_size / predicted.step
     if layout.staged and cut is None:
@@ -85,7 +84,6 @@ def summarise(
         disk=planned_memory.disk(fake, layout),
         reading=reading(recipe, images, layout.shards, speed),
         prediction=None if predicted is None else predicted.figures(recipe.batch_size),
-        scaling=[] if source is None else forecast.over_device_counts(fake, layout, source, bandwidth),
         predicted_samples_per_sec=speed,
         commands=commands(recipe, layout, words),
         needs_folder=needs_folder(recipe),

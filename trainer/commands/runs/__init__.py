@@ -1,4 +1,4 @@
-"""`python -m trainer runs`: the runs there are, one of them on a page, several side by side, and removing them.
+"""`python -m trainer runs`: the runs there are, one of them on a page, and removing them.
 
 Reads run folders, whoever wrote them and however the run ended; torch is not imported.
 """
@@ -16,10 +16,10 @@ from trainer.recipe.recipe_files import split_words
 
 HOME = Path("runs")  # where training puts its folders
 SYNONYMS = {
-    "list": "", "ls": "", "info": "show", "view": "show", "cat": "show", "diff": "compare", "rm": "delete",
+    "list": "", "ls": "", "info": "show", "view": "show", "cat": "show", "rm": "delete",
     "remove": "delete", "del": "delete",
 }  # fmt: skip
-USAGE = "type runs, runs show RUN, runs compare RUN RUN or runs delete RUN"
+USAGE = "type runs, runs show RUN or runs delete RUN"
 
 
 def command(words: Sequence[str]) -> str:
@@ -27,16 +27,11 @@ def command(words: Sequence[str]) -> str:
     as_json, rest = _wants_json(words)
     task, names = (rest[0], rest[1:]) if rest else ("", [])
     task = SYNONYMS.get(task, task)
-    options, names = split_words(names, ("yes", "output"))
-    allowed = {"delete": "yes", "compare": "output"}.get(task)
-    for word in [f"{key}=" for key in options if key != allowed] + [name for name in names if _is_word(name)]:
+    options, names = split_words(names, ("yes",))
+    for word in [f"{key}=" for key in options if task != "delete"] + [name for name in names if _is_word(name)]:
         raise RecipeError(f"'{word}' is not a word of runs{' ' * bool(task)}{task}: {USAGE}")
     if task == "show":
         return run_page.show(_one(names), as_json)
-    if task == "compare":
-        if len(names) < 2:
-            raise RecipeError("runs compare needs two runs or more, as in runs compare FIRST SECOND; runs lists them")
-        return run_page.compare([named(name, HOME) for name in names], options.get("output"), as_json)
     if task == "delete":
         if not names:
             raise RecipeError("runs delete needs the names of runs, as in runs delete FIRST SECOND; runs lists them")

@@ -18,7 +18,7 @@ def script(submission: Submission) -> str:
         "ntasks-per-node": 1,
         "gpus-per-node": submission.gpus or None,
         "cpus-per-task": submission.cpus,
-        "mem": submission.memory.removesuffix("iB") or None,
+        "mem": submission.options.get("memory", "").removesuffix("iB") or None,
         "time": submission.options["time"],
         "partition": submission.options.get("partition"),
         "account": submission.options.get("account"),

@@ -29,25 +29,15 @@ from trainer.recipe.recipe_files import positive_integer, split_words
 from trainer.recipe.text import shown
 
 LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
-BOTH = ("nodes", "cpus", "memory", "requeues")
-OWN = {
-    "slurm": ("time", "partition", "account", "array"),
-    "kubernetes": ("kind", "image", "claim"),
-}
-NEEDED = {"slurm": ("time", "cpus"), "kubernetes": ("image", "claim", "cpus", "memory")}
+OWN = ("nodes", "cpus", "memory", "requeues", "time", "partition", "account", "array")
 EXAMPLES = {
     "nproc": "nproc=8, the processes on each node, one per GPU",
     "time": "time=24:00:00, after which SLURM ends the job, which then continues",
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
-    "memory": "memory=64GiB, the memory of each node",
-    "image": "image=registry/trainer:1, a container image with this program: submit dockerfile prints how to build one",
-    "claim": "claim=training, a PersistentVolumeClaim that all pods can write to, with the images",
 }
-KINDS = ("job", "trainjob")
 _FINAL = (RecipeError, SetupError, CheckpointError, NotFiniteError, DeviceMemoryError, FolderInUseError, DiskFullError)
 HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 REQUEUES = 20
-_AMOUNT = r"(\d+)(MiB|GiB|TiB)"
 
 
 @dataclass(frozen=True)
@@ -85,22 +75,14 @@ class Submission:
         return [str(Path(self.output, name)) for name in names]
 
     @property
-    def memory(self) -> str:
-        """As typed, empty where it was left out."""
-        return self.options.get("memory", "")
-
-    @property
     def comment(self) -> str:
         """The command that made the file, on one line."""
         return " ".join(f"python -m trainer {self.typed}".splitlines())
 
 
-def read_submission(target: str, words: Sequence[str], program: str | None) -> Submission:
+def read_submission(words: Sequence[str], program: str | None) -> Submission:
     """Read and check the words. Raises RecipeError."""
-    others = {word: other for other, given in OWN.items() if other != target for word in given}
-    given, rest = split_words(words, (*BOTH, *others, *OWN[target], *LAUNCH, "output", "resume"))
-    for word in given.keys() & others.keys():
-        raise RecipeError(f"{word}= is for submit {others[word]}, not for {target}: leave it out")
+    given, rest = split_words(words, (*OWN, *LAUNCH, "output", "resume"))
     if "recipe" not in given:
         raise RecipeError(f"submit needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
     if given.get("resume", "auto") != "auto":
@@ -111,10 +93,9 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
     if any(word.partition("=")[0] == varied[0].partition("=")[0] for word in rest if varied):
         raise RecipeError(f"{varied[0].partition('=')[0]} is given by array=, too: keep one")
     base = recipes.load(given["recipe"], *rest, *varied[:1])
-    needed = NEEDED[target] if base.processes == "one" else ("nproc", *NEEDED[target])
-    for key in needed:
-        if key not in given:
-            raise RecipeError(f"submit {target} needs {key}=, as in {EXAMPLES[key]}")
+    for key, example in EXAMPLES.items():
+        if key not in given and not (key == "nproc" and base.processes == "one"):
+            raise RecipeError(f"submit slurm needs {key}=, as in {example}")
     nodes = positive_integer("nodes", given.get("nodes")) or 1
     nproc = positive_integer("nproc", given.get("nproc")) or 1
     gpus = 0
@@ -134,13 +115,13 @@ def read_submission(target: str, words: Sequence[str], program: str | None) -> S
         gpus=gpus,
         cpus=positive_integer("cpus", given["cpus"]) or 1,
         requeues=positive_integer("requeues", given.get("requeues")) or REQUEUES,
-        options={key: _checked(key, given[key]) for key in (*BOTH, *OWN[target]) if key in given},
+        options={key: _checked(key, given[key]) for key in OWN if key in given},
         program=program or "python -m trainer",
-        typed=shlex.join(["submit", target, *words]),
+        typed=shlex.join(["submit", "slurm", *words]),
     )
     if len({*submission.folders}) < len(submission.folders):
         raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")
-    if "time" in given and seconds(given["time"]) <= submission.saving + 60:
+    if seconds(given["time"]) <= submission.saving + 60:
         raise RecipeError(
             f"time={given['time']} leaves no time to train: a run gets a signal {submission.saving} s before the end, "
             "and SLURM may do so a minute earlier; write more, or a shorter grace= if steps are short, as in grace=10"
@@ -193,10 +174,8 @@ def _checked(key: str, value: str) -> str:
     """A word of the cluster. Raises RecipeError where it means nothing."""
     if key == "time":
         seconds(value)
-    elif key == "memory" and not re.fullmatch(_AMOUNT, value):
+    elif key == "memory" and not re.fullmatch(r"\d+(MiB|GiB|TiB)", value):
         raise RecipeError(f"memory={shown(value)} must be a whole number of MiB, GiB or TiB, as in memory=64GiB")
-    elif key == "kind" and value not in KINDS:
-        raise RecipeError(f"kind={shown(value)} is not one of {', '.join(KINDS)}")
-    elif key in ("partition", "account", "claim", "image") and not re.fullmatch(r"[\w.,:/@-]+", value):
+    elif key in ("partition", "account") and not re.fullmatch(r"[\w.,:/@-]+", value):
         raise RecipeError(f"{key}={shown(value)} is not a valid name: use only letters, digits, dots and dashes")
     return value

@@ -246,7 +246,6 @@ TOLD = {
     "recipe=digits --layer-decay 0.75": "recipe=digits optimizer.layer_decay=0.75",
     "recipe=digits --lr-base-size 256": "recipe=digits optimizer.lr_per=256",
     "recipe=digits scale_lr=true": "recipe=digits optimizer.lr_per=256",
-    "recipe=digits optimizer=LARS": "recipe=digits optimizer.name=lars",
     "recipe=digits --resume": "recipe=digits resume=auto",
     "recipe=digits resume=true": "recipe=digits resume=auto",
     "recipe=digits resume=runs/foo": "recipe=digits output=runs/foo resume=auto",
@@ -449,7 +448,7 @@ TOO_LONG = ("a" * 300, f"recipe=digits {'a' * 300}")  # for a file's name
 SAID = {
     "tensorboard": "'tensorboard' tensorboard.main --logdir runs",
     "new": "'new' python -m trainer recipes new my.yaml extends=digits",
-    "recipe=digits opt=lion": "'opt=lion' optimizer.name sgd, adam, adamw, muon lars",
+    "recipe=digits opt=lion": "'opt=lion' optimizer.name sgd, adam, adamw muon",
     "recipe=digits --input-size 640 480": "data.image_size=640:",
     "recipe=digits imgsz=640,480": "data.image_size=640:",
     "recipe=digits data.image_size=3,224,320": "data.image_size=224:",

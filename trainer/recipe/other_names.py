@@ -58,7 +58,6 @@ _KEYS = {
     "optimizer.eps": "adam_epsilon opt_eps epsilon adam_eps",
     "optimizer.lr_per": "lr_base_size base_batch_size scale_lr auto_scale_lr lr_scaling",
     "optimizer.layer_decay": "llrd layerwise_lr_decay layer_wise_lr_decay lr_layer_decay",
-    "optimizer.trust": "trust_coefficient trust_coeff lars_coefficient",
     "schedule.name": "sched scheduler lr_scheduler lr_schedule lr_scheduler_type lr_policy scheduler.name cos_lr",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs num_warmup_epochs scheduler.warmup_epochs warmup_steps "
     "warmup_ratio warmup_iters lr_warmup_steps num_warmup_steps",

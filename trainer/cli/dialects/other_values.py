@@ -97,7 +97,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "augment.erase": {"0.25": "YES"}, "clip_grad_norm": {"1.0": "YES"}, "ema": {"0.999": "YES"},
     "optimizer": {"optimizer.name={value}": "*"},
     "optimizer.name": {"sgd": "momentum sgdmomentum nesterov torch.optim.sgd", "adamw": "torch.optim.adamw adamwtorch",
-                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw", "lars": "larc"},
+                       "adam": "torch.optim.adam", "muon": "torch.optim.muon muonadamw"},
     "optimizer.lr_per": {"256": "YES"}, "optimizer.norm_weight_decay": {"0": "NO"},
     "schedule": {"schedule.name={value}": "*"},
     "schedule.name": {

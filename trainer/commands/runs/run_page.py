@@ -17,6 +17,7 @@ from trainer import recipe as recipes
 from trainer.commands.runs.run_status import RunSummary, finite, size_of
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import flatten
+from trainer.recipe.loading import load_stored
 from trainer.saving.files import writing
 from trainer.saving.journal import JOURNAL, START, STEPS, Goodput, goodput_of, read_journal
 from trainer.saving.steps_file import read_steps
@@ -188,7 +189,7 @@ def _changed(run: RunSummary) -> tuple[str, list[str]]:
     title = str(run.result.get("recipe") or "-")
     try:
         was = recipes.load(name).to_dict()
-        now = recipes.load(dict(run.recipe)).to_dict()
+        now = load_stored(run.recipe, str(run.path / "recipe.yaml")).to_dict()
     except (RecipeError, TypeError, ValueError):
         return title, []
     if not run.recipe:
@@ -251,18 +252,18 @@ def _changed_keys(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
 
     An old recipe gets today's defaults.
     """
-    trees = [flatten(_resolved(run.recipe)) for run in runs]
+    trees = [flatten(_resolved(run)) for run in runs]
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree if key not in IGNORED)
     differ = [key for key in keys if any(tree.get(key) != known[0].get(key) for tree in known)]
     return {key: [tree.get(key) for tree in trees] for key in differ}
 
 
-def _resolved(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolved(run: RunSummary) -> Mapping[str, Any]:
     try:
-        return recipes.load(dict(plain)).to_dict() if plain else {}
+        return load_stored(run.recipe, str(run.path / "recipe.yaml")).to_dict() if run.recipe else {}
     except (RecipeError, TypeError, ValueError, RecursionError):
-        return plain
+        return run.recipe
 
 
 def _figure_rows(runs: Sequence[RunSummary]) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ from trainer.commands.sweep.trial_runner import TrialRunner
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.processes.terminal import say
+from trainer.recipe.loading import load_stored
 from trainer.recipe.search_space import Range
 from trainer.saving.files import usable_json, write_atomically
 from trainer.saving.locks import folder_of
@@ -80,7 +81,7 @@ def _other(path: Path, space: SearchSpace) -> str | None:
 def _changed_settings(before: Any, space: SearchSpace) -> list[str]:
     """Keys of the recipe that differ and may change a result; those of an older version have their defaults."""
     try:
-        old, new = (recipes.flatten(recipe.to_dict()) for recipe in (recipes.load(before), space.base))
+        old, new = (recipes.flatten(recipe.to_dict()) for recipe in (load_stored(before, FILE), space.base))
     except RecipeError:
         return ["settings"]
     return [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & FREE]

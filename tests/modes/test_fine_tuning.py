@@ -176,9 +176,7 @@ def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
 
 
 EXACT = {**WAYS, "single": ["mode=single"], "local_sgd": APART["local_sgd"]}
-CONTINUED = [
-    (way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon",)
-]
+CONTINUED = [(way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon",)]
 CONTINUED += [
     ("single", "muon's convolutions"),
     ("2x2", "muon's convolutions"),

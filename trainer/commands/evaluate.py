@@ -130,7 +130,9 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: Sequence[str]) -> 
     if "recipe" in metadata:
         run_folder = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
         try:
-            written = load_stored(json.loads(metadata["recipe"]), str(run_folder / "recipe.yaml" if run_folder else path))
+            written = load_stored(
+                json.loads(metadata["recipe"]), str(run_folder / "recipe.yaml" if run_folder else path)
+            )
             # Weights tell no paths, their run's folder does; a damaged one is no matter where none is read.
             if run_folder is not None and written.data.name not in WITHOUT_FOLDER:
                 data = recipes.load(str(run_folder / "recipe.yaml")).data

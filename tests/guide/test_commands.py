@@ -125,8 +125,6 @@ NOT_RUN = {
         "optimizer.lr=0.4",
         "torchrun --nproc_per_node=8 -m trainer recipe=resnet50 data.root=/data/imagenet batch_size=1024 "
         "optimizer.lr_per=256 schedule.warmup_epochs=5",
-        "torchrun --nproc_per_node=8 -m trainer recipe=resnet50_8gpu data.root=/data/imagenet batch_size=8192 "
-        "optimizer.name=lars optimizer.lr=10 optimizer.nesterov=false",
     ),
     "needs several machines": (
         "NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 ./launch.sh recipe=resnet50 data.root=/data/imagenet",

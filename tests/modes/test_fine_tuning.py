@@ -24,7 +24,6 @@ OPTIONS = {
     "layer_decay": ["model.name=cnn_gn", "optimizer.name=adamw", "optimizer.lr=0.01", "optimizer.layer_decay=0.5"],
     "muon": ["model.name=vit_tiny", "optimizer.name=muon", "optimizer.lr=0.001", "optimizer.nesterov=true"],
     "muon's convolutions": ["model.name=cnn_gn", "optimizer.name=muon", "optimizer.lr=0.001"],
-    "lars": ["model.name=cnn_gn", "optimizer.name=lars", "optimizer.lr=4", "accumulate=2", "ema=0.9"],
     "lr_per": ["model.name=cnn_gn", "optimizer.lr=0.02", "optimizer.lr_per=128"],
 }
 CUT = {"cnn_gn": "7", "vit_tiny": "encoder.layers.encoder_layer_1"}
@@ -50,7 +49,6 @@ FAST = {
     ("1f1b", "layer_decay"),
     ("ddp", "muon's convolutions"),
     ("1f1b", "muon's convolutions"),
-    ("2x2", "lars"),
 }
 
 
@@ -85,10 +83,10 @@ def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", ["frozen", "muon", "muon's convolutions", "lars"])
+@pytest.mark.parametrize("option", ["frozen", "muon", "muon's convolutions"])
 @pytest.mark.parametrize("way", APART)
 def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
-    if (way, option) not in (("local_sgd", "frozen"), ("hogwild", "lars")) and not full:
+    if (way, option) not in (("local_sgd", "frozen"), ("hogwild", "muon")) and not full:
         pytest.skip("--all")
     ok(*SHORT, *OPTIONS[option], *APART[way], f"output={tmp_path / 'run'}")
     found = losses(tmp_path / "run")
@@ -178,9 +176,7 @@ def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
 
 
 EXACT = {**WAYS, "single": ["mode=single"], "local_sgd": APART["local_sgd"]}
-CONTINUED = [
-    (way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon", "lars")
-]
+CONTINUED = [(way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon",)]
 CONTINUED += [
     ("single", "muon's convolutions"),
     ("2x2", "muon's convolutions"),
@@ -194,7 +190,7 @@ CONTINUED += [
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "option"), CONTINUED)
 def test_continued_to_the_last_bit(way, option, tmp_path, full):
-    if (way, option) not in (("single", "muon's convolutions"), ("streams", "lars"), ("1f1b", "frozen")) and not full:
+    if (way, option) not in (("single", "muon's convolutions"), ("streams", "muon"), ("1f1b", "frozen")) and not full:
         pytest.skip("--all")
     cut = CUT[OPTIONS[option][0].partition("=")[2]]
     words = [*SHORT, *OPTIONS[option], *(word.format(cut=cut) for word in EXACT[way]), "save.every_steps=3"]

@@ -1,4 +1,4 @@
-"""LARS against the paper's algorithm, Muon against torch's own, shares of the learning rate, and who has state."""
+"""Muon against torch's own, shares of the learning rate, and who has state."""
 
 import copy
 import mmap
@@ -41,61 +41,6 @@ def descend(model, optimizers, steps=6, found=None):
         for optimizer in optimizers:
             optimizer.found_inf = found
             optimizer.step()
-
-
-class Reference(torch.optim.Optimizer):
-    """You et al., algorithm 1, layer by layer, in plain words."""
-
-    def __init__(self, model, lr, momentum, decay, flat_decay, trust):
-        super().__init__(model.parameters(), {})
-        self.numbers = lr, momentum, decay, flat_decay, trust
-        self.velocity = {p: torch.zeros_like(p) for p in model.parameters()}
-
-    @torch.no_grad()
-    def step(self):
-        lr, m, decay, flat_decay, trust = self.numbers
-        for w, v in self.velocity.items():
-            b = flat_decay if w.ndim <= 1 else decay
-            local = 1.0
-            if w.ndim > 1 and w.norm() > 0 and w.grad.norm() > 0:
-                local = trust * w.norm() / (w.grad.norm() + b * w.norm())
-            v.copy_(m * v + lr * local * (w.grad + b * w))
-            w.sub_(v)
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("zero", [True, False])
-def test_lars_is_the_papers(guarded, zero):
-    ours, theirs = small(), small()
-    if zero:  # a layer without a norm has the plain rate
-        nn.init.zeros_(ours[3].weight)
-        nn.init.zeros_(theirs[3].weight)
-    words = ["optimizer.name=lars", "optimizer.lr=3", "optimizer.momentum=0.8", "optimizer.trust=0.02"]
-    optimizer, _ = made(ours, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0.01")
-    descend(ours, [optimizer], found=torch.zeros(()) if guarded else None)
-    descend(theirs, [Reference(theirs, 3, 0.8, 0.1, 0.01, 0.02)])
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(ours[0].weight, small()[0].weight, atol=1e-3), "and it moves"
-
-
-def test_lars_with_layers_without_a_norm():
-    """Of weights, of gradients, of both; a layer that no pass used, and a single number."""
-    layers = {"weight": (0.0, 1.0), "gradient": (2.0, 0.0), "both": (0.0, 0.0), "unused": (2.0, None)}
-    parameters = {name: nn.Parameter(torch.full((2, 2), weight)) for name, (weight, _) in layers.items()}
-    parameters["number"] = nn.Parameter(torch.tensor(2.0))
-    words = ["optimizer.name=lars", "optimizer.lr=0.5", "optimizer.weight_decay=0.1", "optimizer.momentum=0"]
-    optimizer = build_optimizer(parameters, load(None, *words).optimizer)
-    for name, gradient in {**{name: gradient for name, (_, gradient) in layers.items()}, "number": 1.0}.items():
-        if gradient is not None:
-            parameters[name].grad = torch.full_like(parameters[name], gradient)
-    optimizer.step()
-    found = {name: parameter.mean().item() for name, parameter in parameters.items()}
-    assert found == pytest.approx({"weight": -0.5, "gradient": 1.9, "both": 0, "unused": 2, "number": 1.4})
-
-
-def test_no_momentum_is_continued_as_the_velocity_of_lars():
-    states = [optimizer_state(*made(small(), f"optimizer.name={name}")) for name in ("lars", "sgd")]
-    assert states[0].keys().isdisjoint(states[1])
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
@@ -449,7 +394,7 @@ def test_layer_decay():
     assert found == {(0.25, 0.1): 1, (0.25, 0): 3, (0.5, 0.1): 1, (0.5, 0): 1, (1, 0.1): 1, (1, 0): 1}
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
 def test_what_is_frozen_has_no_state_and_stays(name):
     model = small()
     freeze(model, ["0"], "small")
@@ -462,14 +407,14 @@ def test_what_is_frozen_has_no_state_and_stays(name):
     assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
 def test_a_stage_in_which_nothing_trains(name):
     optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
     optimizer.step()
     assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     """As stages hold them: with matrices alone, without any, with vectors alone."""
     words = ["model.name=vit_tiny", f"optimizer.name={name}", "optimizer.lr=0.01", "optimizer.layer_decay=0.8"]
@@ -494,7 +439,7 @@ def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     torch.testing.assert_close(together, states[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
 def test_the_loops_learning_rate_is_every_parameters(name):
     model = small()
     optimizer, _ = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1", "optimizer.layer_decay=0.5")

@@ -58,7 +58,7 @@ RUNS = [  # the first four take all branches that the others do
     f"mode=dp clip_grad_norm=1 ema=0.9 {TWO}",
     "mode=single model.name=mlp optimizer.name=muon optimizer.weight_decay=0.1 optimizer.layer_decay=0.5",
     "mode=single model.name=cnn_gn optimizer.name=muon precision=fp16",
-    f"mode=split optimizer.name=lars optimizer.lr=1 precision=fp16 {TWO}",
+    f"mode=split optimizer.name=adamw precision=fp16 {TWO}",
     f"mode=pipeline model.freeze=2 pipeline.cuts=[7] pipeline.microbatches=4 {TWO}",
 ]
 MORE = [

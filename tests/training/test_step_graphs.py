@@ -50,7 +50,6 @@ ELSEWHERE = {
     "graphs": "all that is here",
     "compile": "of cards: a tape does not see the kernels of compiled code",
     "tf32": "of cards",
-    "lars": "is launched, below",
     "compress": "of ranks, below",
     "sync_bn": "of ranks that graphs do not go with",
     "on_nonfinite": "skipped steps, below",
@@ -95,11 +94,6 @@ def test_an_option(option):
     words = f"{key}={value} model.name={MODEL.get(option, 'noisy')}"
     played = replayed(words)
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
-
-
-def test_lars_is_launched():
-    words = "optimizer.name=lars optimizer.lr=1"
-    assert equal(words, replayed(words, graphs="auto"))
 
 
 # Steps that are not finite.

@@ -25,7 +25,8 @@ from trainer.processes.world import PATIENCE
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import WITHOUT_FOLDER
-from trainer.recipe.recipe_files import split_words, stored
+from trainer.recipe.loading import load_stored
+from trainer.recipe.recipe_files import split_words
 from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import whole
@@ -129,7 +130,9 @@ def recipe_of(path: Path, metadata: Mapping[str, str], words: Sequence[str]) -> 
     if "recipe" in metadata:
         run_folder = next((folder for folder in (path, path.parent) if (folder / "recipe.yaml").is_file()), None)
         try:
-            written = recipes.load(stored(dict(json.loads(metadata["recipe"]))))
+            written = load_stored(
+                json.loads(metadata["recipe"]), str(run_folder / "recipe.yaml" if run_folder else path)
+            )
             # Weights tell no paths, their run's folder does; a damaged one is no matter where none is read.
             if run_folder is not None and written.data.name not in WITHOUT_FOLDER:
                 data = recipes.load(str(run_folder / "recipe.yaml")).data

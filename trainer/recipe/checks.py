@@ -36,7 +36,6 @@ OPTIONS = {
     "freeze": ("model.freeze", 1),
     "layer_decay": ("optimizer.layer_decay", 0.75),
     "muon": ("optimizer.name", "muon"),
-    "lars": ("optimizer.name", "lars"),
     "compress": ("ddp.compress", "bf16"),
     "on_nonfinite": ("on_nonfinite", "skip:1"),
     "graphs": ("graphs", True),
@@ -161,8 +160,6 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
         return refuses["graphs"]
     if recipe.traits.staged and recipe.pipeline.recompute:
         return "pipeline.recompute=true puts random states back; use pipeline.recompute=false, or graphs=false"
-    if recipe.optimizer.name == "lars":
-        return "lars reads its learning rate on the host; use optimizer.name=sgd, or graphs=false"
     if processes > 1 and recipe.tolerated:
         return "ranks agree on the steps to skip within the optimizer's part; use on_nonfinite=stop, or graphs=false"
     if processes > 1 and recipe.sync_bn:

@@ -22,10 +22,12 @@ from trainer.recipe.recipe_files import (
     parent_of,
     read,
     shipped_recipes,
+    stored,
     word_of,
     word_value,
 )
 from trainer.recipe.reflection import check_read, defaults, unread
+from trainer.recipe.removed import refuse_removed, without_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
 
@@ -78,13 +80,25 @@ def origins(recipe: Source = None, *words: str) -> dict[str, str]:
     return _origins(_layers(recipe, words, {})[1])
 
 
+def load_stored(tree: Any, label: str) -> Recipe:
+    """The recipe that a run has stored elsewhere than in a file of its own, which messages call `label`.
+
+    Raises RecipeError, ValueError, TypeError.
+    """
+    return load(without_removed(stored(dict(tree)), label))
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    return without_removed(read(path), str(path))
+
+
 def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -> tuple[str, list[Layer]]:
     """The recipe's name, and the trees to merge, each with its source's name: the last wins."""
     name, chain = NAMELESS, list[Layer]()
     if isinstance(recipe, str | Path):
         path = find(str(recipe))
         name = path.parent.name if path.name == "recipe.yaml" else path.stem
-        chain = _extended(label_of(path), read(path), path.resolve())
+        chain = _extended(label_of(path), _read(path), path.resolve())
         if fault := not_utf8(name):
             raise RecipeError(f"recipe={recipe}: {fault}")
         chain[-1] = Layer(name, chain[-1].tree, path)
@@ -94,7 +108,8 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
         raise RecipeError(f"a recipe is a name, a YAML file or a dictionary, not {type(recipe).__name__}")
     try:
         if isinstance(recipe, Mapping):
-            chain = _extended(name, nested(recipe), None)
+            refuse_removed(own := nested(recipe))
+            chain = _extended(name, own, None)
         typed_words, given = _words(words), nested(keywords)
     except RecursionError as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
@@ -102,6 +117,7 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
     if twice:
         raise RecipeError(f"{min(twice)} is given twice, as a word and as a keyword: keep one")
     typed = _merged(typed_words, given)
+    refuse_removed(typed)
     if EXTENDS in typed:
         parent = shown(typed[EXTENDS])
         raise RecipeError(f"extends={parent} is a line of a YAML file; on the command line it is recipe={parent}")
@@ -160,7 +176,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
         if path in seen:
             circle = " -> ".join([*(Path(layer.label).name for layer in reversed(chain)), parent])
             raise RecipeError(f"{label}: extends forms a circle: {circle}")
-        label, tree = label_of(path), read(path)
+        label, tree = label_of(path), _read(path)
         chain.insert(0, Layer(label, tree, path))
         seen.append(path)
     return chain

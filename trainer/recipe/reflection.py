@@ -15,11 +15,10 @@ from trainer.recipe.schema import Recipe, key_fields
 from trainer.recipe.text import flatten, typed
 
 READERS = {
-    "optimizer.momentum": ("sgd", "muon", "lars"),
+    "optimizer.momentum": ("sgd", "muon"),
     "optimizer.nesterov": ("sgd", "muon"),
     "optimizer.betas": ("adam", "adamw", "muon"),
     "optimizer.eps": ("adam", "adamw", "muon"),
-    "optimizer.trust": ("lars",),
     "schedule.min_lr": ("cosine",),
     "schedule.step_epochs": ("step",),
     "schedule.gamma": ("step",),

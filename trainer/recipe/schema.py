@@ -161,8 +161,8 @@ class AugmentRecipe(_Section):
 class OptimizerRecipe(_Section):
     """How gradients change weights."""
 
-    name: Literal["sgd", "adam", "adamw", "muon", "lars"] = key(
-        "sgd", "sgd has momentum, adam betas and eps; adamw suits transformers, lars huge batches", "adamw"
+    name: Literal["sgd", "adam", "adamw", "muon"] = key(
+        "sgd", "sgd has momentum, adam betas and eps; adamw suits transformers", "adamw"
     )
     lr: float = key(0.1, "highest learning rate, for the whole batch_size", 0.05, gt=0, allow_inf_nan=False)
     lr_per: Positive | None = key(
@@ -171,7 +171,7 @@ class OptimizerRecipe(_Section):
     layer_decay: float | None = key(
         None, "a block's learning rate as a share of the next block's; null: 1", 0.75, gt=0, le=1
     )
-    momentum: Decay = key(0.9, "sgd, muon, lars: the share of the last step that goes into the next")
+    momentum: Decay = key(0.9, "sgd, muon: the share of the last step that goes into the next")
     nesterov: bool = key(False, "sgd, muon: Nesterov's form of momentum")
     weight_decay: Amount = key(
         0.0, "pulls weights towards zero, BatchNorm and biases included; see norm_weight_decay", 0.0005
@@ -183,7 +183,6 @@ class OptimizerRecipe(_Section):
         [0.9, 0.999], "adam, adamw, muon: decay of the averages of gradients and squares", min_length=2, max_length=2
     )
     eps: float = key(1e-8, "adam, adamw, muon: added to the divisor", gt=0, allow_inf_nan=False)
-    trust: float = key(0.001, "lars: size of a layer's step as a share of its weights", gt=0, allow_inf_nan=False)
 
 
 class ScheduleRecipe(_Section):

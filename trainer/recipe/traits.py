@@ -125,7 +125,6 @@ TRAITS: dict[str, Traits] = {
         exchanges="shards",
         refuses={
             "muon": "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp",
-            "lars": "it needs whole layers, but a rank has only some of their rows; use sgd, or mode=ddp",
             "compress": DDP_GRADIENTS,
             "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or graphs=auto",
         },

@@ -18,8 +18,9 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import is_restart, is_this_job, signature
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.known_names import OWN_PHOTOS
+from trainer.recipe.removed import computed_otherwise
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, why, write_atomically, writing
 from trainer.saving.journal import JOURNAL
@@ -164,6 +165,13 @@ class RunFolder(NullFolder):
         except RecipeError as error:
             advice = "remove that file to continue with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
+        if word := computed_otherwise(recipe_files.read(file)):
+            words = f"recipe={shlex.quote(str(self.path))} model.init_from={shlex.quote(str(self.path))}"
+            raise RecipeError(
+                f"resume=auto: {self.path} was trained with {word}, which is no more, and nothing else computes the "
+                f"same; to train on from its weights type python -m trainer {words} "
+                f"output={free_beside(self.path, 'longer')}"
+            )
         self.settled = {
             f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
         }

@@ -22,7 +22,6 @@ OPTIMIZERS = {
     "momentum": ["optimizer.momentum=0.9", "optimizer.norm_weight_decay=0.0"],
     "sgd": ["optimizer.momentum=0"],
     "adamw": ["optimizer.name=adamw", "optimizer.lr=0.001", "ema=0.9"],
-    "lars": ["optimizer.name=lars"],
 }
 
 
@@ -37,7 +36,7 @@ def sample(rows, columns, *chosen):
     sample(
         MODELS,
         OPTIMIZERS,
-        *[("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "lars"), ("cnn", "adamw")],
+        *[("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "momentum"), ("cnn", "adamw")],
         *[("mobilenet_v3_small", "momentum"), ("densenet121", "sgd")],
     ),
 )

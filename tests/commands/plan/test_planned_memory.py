@@ -237,8 +237,6 @@ def test_what_graphs_add():
     for words in (["graphs=false"], ["mode=pipeline"], ["mode=fsdp"]):
         assert planned(*words, nproc=1 + ("mode" in words[0]))[0] is None, words
     assert planned(devices=["cpu"])[0] is None
-    base[-1] = "optimizer.name=lars"
-    assert planned()[0] is None
 
 
 def test_the_page_tells_what_graphs_add():

@@ -14,6 +14,7 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.commands.runs.run_status import RunSummary, finite, size_of
 from trainer.errors import RecipeError
+from trainer.recipe.loading import load_stored
 from trainer.saving.journal import JOURNAL, START, STEPS, Goodput, goodput_of, read_journal
 from trainer.telemetry import readable
 
@@ -179,7 +180,7 @@ def _changed(run: RunSummary) -> tuple[str, list[str]]:
     title = str(run.result.get("recipe") or "-")
     try:
         was = recipes.load(name).to_dict()
-        now = recipes.load(dict(run.recipe)).to_dict()
+        now = load_stored(run.recipe, str(run.path / "recipe.yaml")).to_dict()
     except (RecipeError, TypeError, ValueError):
         return title, []
     if not run.recipe:

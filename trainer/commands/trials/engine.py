@@ -32,6 +32,7 @@ from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, NotFiniteError, PeerError, Preempted, RecipeError, TrainerError
 from trainer.processes import family
 from trainer.processes.interrupts import what_is_done_is_kept
+from trainer.recipe.loading import load_stored
 from trainer.saving.files import read, usable_json, write_atomically, writing
 from trainer.saving.locks import folder_of
 from trainer.saving.steps_file import read_steps
@@ -282,7 +283,9 @@ def _changed(before: Mapping[str, Any], asked: Mapping[str, Any], free: Collecti
     changed = [key for key in asked if key in plain and before.get(key) != asked[key]]
     if "settings" in asked:
         try:
-            old, new = (recipes.flatten(recipes.load(part["settings"]).to_dict()) for part in (before, asked))
+            old, new = (
+                recipes.flatten(load_stored(part["settings"], "settings").to_dict()) for part in (before, asked)
+            )
         except (RecipeError, KeyError):
             return [*changed, "settings"]
         changed += [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & {*free}]

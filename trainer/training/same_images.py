@@ -30,7 +30,7 @@ from trainer.processes.world import World
 from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import free_beside
 from trainer.tasks.classification import class_name
-from trainer.training.run import Run
+from trainer.training.state import Resolved
 
 AT_ONCE = 2**16  # samples
 SIZED = 256  # photos of a part whose sizes are kept
@@ -217,22 +217,25 @@ def _check_classes(data: Datasets, state: State) -> None:
     raise SetupError(f"the classes of data.name={data.name} are {problem}: put the old names back, {ANEW}")
 
 
-def tell_changes(run: Run, state: State) -> None:
+def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     """Say what was added and removed since a checkpoint was saved."""
-    was, now = state.tensors.get("samples"), run.samples
+    was, now = state.tensors.get("samples"), resolved.samples
     if not was or not now:  # an older checkpoint; or rank 0 says it
         return
     differences = {role: difference(was[part], now[part]) for part, role in ROLES.items()}
-    changes = [f"{role} {change}" for role, change in differences.items() if change] + run.resized
+    changes = [f"{role} {change}" for role, change in differences.items() if change] + resolved.resized
     if not changes:
         return
     seen = torch.isin(now["val"], was["train"]) & ~torch.isin(now["val"], was["val"])
-    before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
+    steps = resolved.steps_per_epoch
+    before = state.facts.get("steps_per_epoch", steps)
     consequences = [f"{int(seen.sum()):,} that are held out now were trained on"] * bool(seen.any())
-    consequences += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
+    consequences += [f"an epoch is {resolved.steps_per_epoch:,} steps and was {before:,}"] * (
+        before != resolved.steps_per_epoch
+    )
     consequences += ["the best so far was measured on other images"] * bool(differences["held out"])
-    path = run.tracker.path
-    if state.position.step >= run.total_steps and path is not None:
+    path = resolved.tracker.path
+    if state.position.step >= total_steps and path is not None:
         words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
         consequences += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
-    run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")
+    resolved.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")

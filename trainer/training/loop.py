@@ -84,7 +84,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
     recipe, strategy, steps, state = run.recipe, run.strategy, run.steps, run.state
     history, per_epoch = state.history, run.resolved.steps_per_epoch
-    rate = learning_rate(recipe, per_epoch, state.total_steps - state.shift)
+    rate = learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
@@ -98,7 +98,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
-        lr = history.lr_factor * rate(step - 1 - state.shift)
+        lr = history.lr_factor * rate(step - 1 - state.step_offset)
         waited, loss = 0.0, None
         if steps.due:
             with run.ledger.span(f"{START}recording"), run.timer.pause():

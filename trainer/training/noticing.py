@@ -100,8 +100,8 @@ def _facts(run: Run, over: bool) -> Facts:
     unweighted = plain and recipe.loss.class_weights is None
     facts = Facts(
         over=over,
-        step=run.state.position.step - run.state.shift,
-        steps=run.state.total_steps - run.state.shift,
+        step=run.state.position.step - run.state.step_offset,
+        steps=run.state.total_steps - run.state.step_offset,
         epoch_steps=run.resolved.steps_per_epoch,
         warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
         throughput=run.timer.summary(run.loader.samples_per_step).throughput,

@@ -143,19 +143,19 @@ class Standing(Part):
     """
 
     def facts(self) -> dict[str, Any]:
-        return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.shift}
+        return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset}
 
     def restore(self, saved: State) -> None:
         state, now = self.state, self.resolved.steps_per_epoch
         state.position = saved.position
         step, epoch, inside = saved.position
         before = saved.facts.get("steps_per_epoch", now)
-        state.shift = saved.facts.get("shift", 0)  # of a run that was continued so before
+        state.step_offset = saved.facts.get("shift", 0)  # of a run that was continued so before
         if before != now:
             inside = inside * now // before  # below the epoch's end, unless it was there
             state.position = Position(step, epoch, inside)
-            state.shift = step - (epoch * now + inside)
-        state.total_steps = self.recipe.epochs * now + state.shift
+            state.step_offset = step - (epoch * now + inside)
+        state.total_steps = self.recipe.epochs * now + state.step_offset
         if self.recipe.max_steps is not None:
             state.total_steps = min(state.total_steps, self.recipe.max_steps)
 

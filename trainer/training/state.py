@@ -75,7 +75,7 @@ class TrainState:
         self.position, self.history = Position(0, 0, 0), History()
         self.unlogged: list[Tensor] = []  # losses of the steps since the last logged one, on the device
         self.total_steps = total_steps(recipe, resolved.steps_per_epoch)
-        self.shift = 0  # steps that were counted beyond those of this mode's epochs, in another mode
+        self.step_offset = 0  # steps that were counted beyond those of this mode's epochs, in another mode
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers under plain names."""

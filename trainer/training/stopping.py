@@ -55,7 +55,7 @@ def ended_by(resolved: Resolved, state: TrainState) -> str:
     if resolved.speed_only:
         return "speed"
     step, limit = state.position.step, resolved.recipe.max_steps
-    if step >= resolved.recipe.epochs * resolved.steps_per_epoch + state.shift:
+    if step >= resolved.recipe.epochs * resolved.steps_per_epoch + state.step_offset:
         return "epochs"
     if lost_patience(resolved, state) and step < state.total_steps:
         return "stop.patience"

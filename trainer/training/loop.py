@@ -1,4 +1,4 @@
-"""THE loop, read from top to bottom. What it drives is put together in `wiring`."""
+"""THE loop, read from top to bottom. What it drives is put together in `setup`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import WORKERS, Run
-from trainer.training.wiring import note_end, prepare
+from trainer.training.setup import note_end, prepare
 
 
 def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None = None) -> Result:

@@ -33,7 +33,8 @@ def test_the_peak_is_that_of_every_card_together(mixed):
 
     assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12) and peak("fp16", 1) == pytest.approx(65e12)
     assert peak("fp16", 0, 2) == pytest.approx(624e12) and peak("bf16", 0, 1) is None
-    run = SimpleNamespace(model=SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9))
+    facts = SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9)
+    run = SimpleNamespace(observer=SimpleNamespace(model=facts))
     assert reporting._mfu(run, 1000.0) == pytest.approx(3e12 / 377e12)
     base = setup.utilisation_base(model, data, setup.cards_of(mixed(0), "fp16"))
     model.bias.requires_grad_(False)  # forward and the weight's gradient are left, of inputs that need none

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import load_recipe, register_dataset, register_model
 from trainer.data import Batch, Loader
-from trainer.training import loop, wiring
+from trainer.training import loop, setup
 
 IMAGES = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 10, (50_000,), generator=torch.Generator().manual_seed(1))
@@ -106,13 +106,13 @@ def ours(steps: int, loader: type[Loader]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ["mode=single", "model.name=tiny", "data.name=pictures", f"batch_size={BATCH}", "epochs=1", "threads=1"]
         recipe = load_recipe(None, *words, f"max_steps={steps}", f"output={Path(folder, 'run')}")
-        kept = (wiring.Loader, loop.learning_rate, sys.stdout, sys.stderr)
-        wiring.Loader, loop.learning_rate = loader, marked
+        kept = (setup.Loader, loop.learning_rate, sys.stdout, sys.stderr)
+        setup.Loader, loop.learning_rate = loader, marked
         sys.stdout, sys.stderr = io.StringIO(), Terminal()
         try:
             loop.run(recipe.replace(threads=torch.get_num_threads()))
         finally:
-            wiring.Loader, loop.learning_rate, sys.stdout, sys.stderr = kept
+            setup.Loader, loop.learning_rate, sys.stdout, sys.stderr = kept
     return (marks[1] - marks[0]) / (steps - 1 - steps // 10)
 
 

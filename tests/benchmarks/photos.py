@@ -40,7 +40,7 @@ from trainer.data import Loader, Shard, open_datasets
 from trainer.data.cache import cached
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.recipe import load
-from trainer.training.wiring import task_of
+from trainer.training.setup import task_of
 
 SIZE, WORKERS, AHEAD = 224, 2, 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -31,7 +31,7 @@ from trainer.pool import DevicePool
 from trainer.processes import fork_server
 from trainer.recipe import DataRecipe, load
 from trainer.tasks import Classification
-from trainer.training.wiring import task_of
+from trainer.training.setup import task_of
 
 CPU = torch.device("cpu")
 AUGMENT = (

@@ -188,7 +188,8 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     world = World(Place(0, 2, 0, 1, 0, True), torch.device("cuda", 0), 1, ())
-    run = SimpleNamespace(world=world, position=SimpleNamespace(step=7), updater=Dead(), timer=Dead(), unlogged=[])
+    state = SimpleNamespace(position=SimpleNamespace(step=7), updater=Dead(), unlogged=[])
+    run = SimpleNamespace(world=world, state=state, timer=Dead())
     sync = RankSync(run)
     for log in (False, True):
         with pytest.raises(PeerError, match=r"\[10\.0\.0\.2\]"):

@@ -141,7 +141,7 @@ ELSEWHERE = {
     "commands/plan/planned_memory.py advice: recipe.traits.exchanges == 'shards' and layout.kind == 'cuda' "
     "and (not recipe.fsdp.offload)": "the same",
     "training/memory_needs.py _out_of_memory: recipe.traits.exchanges == 'shards' "
-    "and run.strategy.home.type == 'cuda' and (recipe.precision != 'fp16')": "in processes, further below",
+    "and state.strategy.home.type == 'cuda' and (recipe.precision != 'fp16')": "in processes, further below",
     "models/given.py Given.__getstate__: p.device.type != 'cpu'": "a user's model on its way to other processes",
     "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
         "puts back the generators of a user's program, which has used a card"

@@ -219,10 +219,10 @@ def probed(machine):
 def held(machine):
     """A step issued to a card that is held, as a run's end does it: weights and buffers stay."""
     strategy = strategy_on((0,), "mode=single ema=0.9", build(ModelRecipe(name="cnn"), 10, 1, 4))
-    run = SimpleNamespace(strategy=strategy, world=strategy.world, recipe=strategy.recipe, position=Position(1, 0, 1))
-    run.optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
-    run.updater = Updater(run.optimizer, run.recipe, CARD, None)
-    run.average = MovingAverage(strategy.named_parameters(), 0.9)
+    state = SimpleNamespace(position=Position(1, 0, 1), average=MovingAverage(strategy.named_parameters(), 0.9))
+    state.optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
+    state.updater = Updater(state.optimizer, strategy.recipe, CARD, None)
+    run = SimpleNamespace(strategy=strategy, world=strategy.world, recipe=strategy.recipe, state=state)
     run.loader = SimpleNamespace(samples_per_step=ROWS)
     before = {name: tensor.clone() for name, tensor in strategy.module.state_dict().items()}
     expect(min(diagnosis._own_seconds(run, 1.0, 0.5, 0.1, 9.0)) > 0)

@@ -285,7 +285,7 @@ def train(
             run.strategy.after_step = after_step
 
     def log_step(run: Any, mean: float, lr: float, norm: Any, window: Any) -> None:
-        norms[f"norm {run.position.step}"] = (mean, lr, None if norm is None else norm.item())
+        norms[f"norm {run.state.position.step}"] = (mean, lr, None if norm is None else norm.item())
         log(run, mean, lr, norm, window)
 
     with alone(), ExitStack() as stack:

@@ -158,6 +158,7 @@ class Simulated:
         self.context = SimpleNamespace(example=SimpleNamespace(zeros=lambda *_, **__: None))
         self.updater = SimpleNamespace(begin=lambda _: None, step=lambda *_, **__: self.issue(2))
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}], zero_grad=lambda: None)
+        self.state = self
         self.loader = SimpleNamespace(samples_per_step=8, readers=1, workers=None)
         self.datasets, self.noticed = SimpleNamespace(train=range(80)), SimpleNamespace(warnings={})
 

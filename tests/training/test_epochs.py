@@ -11,7 +11,7 @@ from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
 from trainer.telemetry.clocks import StepTimer
 from trainer.training import reporting
-from trainer.training.run import History
+from trainer.training.state import History
 
 TITLES = ["epoch", "train loss", "val loss", "top-1", "top-5", "images/s", "seconds"]
 
@@ -42,7 +42,8 @@ def test_one_way_of_counting_everywhere(tmp_path):
 def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles):
     recipe, timer = load("digits"), SimpleNamespace(lap=lambda: (2, 4.0))
     history = History(losses=[2.0], validation={f"val_{name}": value for name, value in values.items()})
-    run = SimpleNamespace(history=history, recipe=recipe, timer=timer, loader=SimpleNamespace(samples_per_step=96))
+    state = SimpleNamespace(history=history)
+    run = SimpleNamespace(state=state, recipe=recipe, timer=timer, loader=SimpleNamespace(samples_per_step=96))
     run.task = kind(recipe, tuple(map(str, range(classes))), None)
     row = reporting.epoch_row(run, 0, 5.0)
     assert list(row) == ["epoch", "train loss", *titles, "images/s", "seconds"]
@@ -61,7 +62,8 @@ def told(tmp_path, pipeline=None, warnings=None, **changes):
     """The last lines of a run, by title."""
     recipe = load("digits", "logging.tensorboard=false")
     history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, **changes)
-    run = SimpleNamespace(history=history, task=Classification(recipe, ("a", "b"), None), recipe=recipe)
+    task, state = Classification(recipe, ("a", "b"), None), SimpleNamespace(history=history)
+    run = SimpleNamespace(state=state, task=task, recipe=recipe)
     run.tracker, run.speed_only = SimpleNamespace(path=tmp_path), False
     parts = {"throughput": {"samples_per_sec": 4698.4, "std": 1329.0}, "short": False, "seconds": 5.0, "verdict": None}
     parts |= {

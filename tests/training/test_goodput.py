@@ -16,7 +16,7 @@ from trainer.saving.journal import JOURNAL, read_journal
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.tracking import Tracker
-from trainer.training.wiring import Claim
+from trainer.training.setup import Claim
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "batch_size=96", "save.every_steps=5"]
 LOST_RANK = ["recipe=digits", "mode=ddp", "model.name=mlp", "devices=[cpu]", "epochs=400", "save.every_steps=5", *QUIET]

@@ -292,7 +292,7 @@ def test_a_worst_prediction_has_its_file_and_its_frame(named, monkeypatch):
     val = SimpleNamespace(where=(lambda place: f"photos/cat/{place}.jpg") if named else None)
     data = SimpleNamespace(classes=("cat", "dog"), name="pets", val=val)
     task = Classification(load("digits"), ["cat", "dog"])
-    run = SimpleNamespace(datasets=data, task=task, position=SimpleNamespace(step=1))
+    run = SimpleNamespace(datasets=data, task=task, state=SimpleNamespace(position=SimpleNamespace(step=1)))
     worst = [Mistake(7, 5.0, 0.01, torch.tensor(0), ((1, 0.9),)), Mistake(3, 0.5, 0.6, torch.tensor(1), ((1, 0.6),))]
     presenting._worst(run, worst)
     assert drawn["right"] == [False, True]

@@ -61,11 +61,14 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
     run = SimpleNamespace(
         speed_only=False,
         interrupts=interrupts,
-        average=None,
+        resolved=None,
         saver=SimpleNamespace(wait=lambda: None, error=None),
-        strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
+        state=SimpleNamespace(
+            strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
+            averages=dict,
+            weights=lambda: called.append("weights"),
+        ),
         world=SimpleNamespace(heartbeat=lost, raise_any=lambda error: None, is_main=True, max_=lambda value: value),
-        weights=lambda: called.append("weights"),
     )
     with pytest.raises(PeerError):
         save(run)

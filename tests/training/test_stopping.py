@@ -3,12 +3,15 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result, steps, trainer
 from trainer.recipe import load
+from trainer.saving.checkpoint import Position
 from trainer.training import stopping
+from trainer.training.state import History
 
 # A learning rate that moves nothing: the first epoch is the best.
 STILL = ["recipe=digits", "model.name=mlp", "optimizer.lr=1e-12", "augment.crop=none", "batch_size=256", *QUIET]
@@ -87,17 +90,6 @@ def test_what_is_no_patience(word):
     assert done.returncode == 2 and "stop.patience" in done.stderr and "Traceback" not in done.stderr
 
 
-class Told:
-    """As much of a run as patience looks at."""
-
-    speed_only = False
-
-    def __init__(self, best, best_epoch, epoch, patience):
-        self.recipe = load(None, f"stop.patience={json.dumps(patience)}")
-        self.history = type("History", (), {"best": best, "best_epoch": best_epoch})
-        self.position = type("Position", (), {"epoch": epoch})
-
-
 @pytest.mark.parametrize(
     ("best", "best_epoch", "epoch", "patience", "lost"),
     [
@@ -113,4 +105,6 @@ class Told:
     ],
 )
 def test_patience(best, best_epoch, epoch, patience, lost):
-    assert stopping.lost_patience(Told(best, best_epoch, epoch, patience)) is lost
+    resolved = SimpleNamespace(recipe=load(None, f"stop.patience={json.dumps(patience)}"), speed_only=False)
+    history, position = History(best=best, best_epoch=best_epoch), Position(0, epoch, 0)
+    assert stopping.lost_patience(resolved, SimpleNamespace(history=history, position=position)) is lost

@@ -390,7 +390,7 @@ def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, 
         ledger.begun = ledger._since = ledger.begun - 1000
         return ledger
 
-    monkeypatch.setattr("trainer.training.wiring.Ledger", slow)
+    monkeypatch.setattr("trainer.training.setup.Ledger", slow)
     found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
     assert found["steps"] == 20 and found["seconds_in"]["start-up"] > 1000
     monkeypatch.setattr("trainer.training.rank_sync.SECONDS", 0.0)

@@ -35,7 +35,7 @@ from trainer.tasks.classification import class_name
 from trainer.training.evaluation import evaluate, metrics_of, replayed
 from trainer.training.initial_model import model_of
 from trainer.training.same_images import check_same_images
-from trainer.training.wiring import start_process, task_of
+from trainer.training.setup import start_process, task_of
 
 
 def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:

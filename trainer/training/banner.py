@@ -33,7 +33,7 @@ def say(run: Run) -> None:
 
     In eight lines, and more where what every run has needs them: it is never cut, but for long names.
     """
-    tracker, known, name = run.tracker, run.facts, run.recipe.name
+    tracker, known, name = run.tracker, run.observer.facts, run.recipe.name
     wide, where = columns(80), few_names(run.world.devices)
     head = f"trainer {VERSION}: {name}, {run.recipe.mode} on {where}, {known['computes']}"
     lines = textwrap.wrap(_fitting(head, name, wide), wide, subsequent_indent=" " * INDENT)
@@ -75,7 +75,7 @@ def facts(run: Run) -> dict[str, str]:
     note = precision.note(recipe.precision, world.device)
     local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.accumulate))
     most = " at most" * (parts * recipe.accumulate * rows != recipe.batch_size)
-    steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.steps_per_epoch} steps"
+    steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.resolved.steps_per_epoch} steps"
     steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
     steps += f" of {recipe.batch_size} images" + (f", {parts} x {local}{most} a {part}" if parts > 1 else "")
     steps += f", in {recipe.accumulate} pieces of {rows}{most}" if recipe.accumulate > 1 else ""
@@ -86,12 +86,12 @@ def facts(run: Run) -> dict[str, str]:
         "devices": devices,
         **run.strategy.notes(),
         "model": f"{recipe.model.name} on {' x '.join(map(str, data.inputs.shape))}, "
-        f"{run.model.parameters:,} parameters",
+        f"{run.observer.model.parameters:,} parameters",
         "computes": ", ".join(options),
         **({"precision": note} if note else {}),
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
         "held out": data.split,
-        **run.model.notes,
+        **run.observer.model.notes,
         **data.notes,
         **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
         "steps": steps,
@@ -129,7 +129,7 @@ def few_for_batch_norm(run: Run) -> str | None:
         whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
         if whole >= 2 * FEW:
             instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
-    if not run.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
+    if not run.observer.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (
         f"try {', '.join(instead)}: mean and variance are over {rows} image{'s' * (rows > 1)} at a time, and below "

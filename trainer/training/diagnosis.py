@@ -86,7 +86,7 @@ def _own_seconds(run: Run, step: float, waited: float, update: float, budget: fl
     if not world.broadcast_object(4 * each < budget):  # once to warm up, the time of holding, and once more
         return None
     batch = strategy.context.example.zeros(world.device, channels_last=run.recipe.channels_last)
-    for group in run.optimizer.param_groups:
+    for group in run.state.optimizer.param_groups:
         group["lr"] = 0.0
     strategy.train()
     with undisturbed(strategy.modules(), world.device):
@@ -96,14 +96,14 @@ def _own_seconds(run: Run, step: float, waited: float, update: float, budget: fl
                 with torch.cuda.device(device):
                     torch.cuda._sleep(int(CYCLES * held))  # type: ignore[no-untyped-call]
             begin = record_event()
-            run.updater.begin(strategy)
+            run.state.updater.begin(strategy)
             loss = strategy.forward_backward(batch, 1 / run.loader.samples_per_step)
             strategy.reduce_gradients()
             middle = record_event()
-            run.updater.step(loss, strategy, want_norm=False)
-            run.optimizer.zero_grad()
-            if run.average is not None:
-                run.average.update(run.position.step)
+            run.state.updater.step(loss, strategy, want_norm=False)
+            run.state.optimizer.zero_grad()
+            if run.state.average is not None:
+                run.state.average.update(run.state.position.step)
             end = record_event()
             synchronise(world.drives)
     return pieces * begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3

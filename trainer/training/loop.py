@@ -1,4 +1,4 @@
-"""THE loop, read from top to bottom. What it drives is put together in `wiring`."""
+"""THE loop, read from top to bottom. What it drives is put together in `setup`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import Run
-from trainer.training.wiring import note_end, prepare
+from trainer.training.setup import note_end, prepare
 
 
 def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None = None) -> Result:
@@ -44,7 +44,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
             this = prepare(recipe, interrupts, closing, callbacks or from_environment())
             if not own_process:  # in a program that goes on no worker is left, however the run ends
                 closing.callback(this.loader.close)
-            with shortage_explained(this):
+            with shortage_explained(this.resolved, this.state):
                 loop(this)
                 return finish(this)
         except BaseException as error:
@@ -67,9 +67,9 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
 
 def loop(run: Run) -> None:
     """Train epoch by epoch until the steps are done, or patience is lost."""
-    first = run.position.epoch
+    first = run.state.position.epoch
     for epoch in range(first, run.recipe.epochs):
-        if stopping.is_over(run):
+        if stopping.is_over(run.resolved, run.state):
             break
         begun = time.perf_counter()
         with run.ledger.span(STEPS):
@@ -82,22 +82,23 @@ def loop(run: Run) -> None:
 
 def train_epoch(run: Run, epoch: int) -> None:
     """The steps of one epoch, or what is left of them."""
-    recipe, strategy, steps, history = run.recipe, run.strategy, run.steps, run.history
-    rate = learning_rate(recipe, run.steps_per_epoch, run.total_steps - run.shift)
+    recipe, strategy, steps, state = run.recipe, run.strategy, run.steps, run.state
+    history, per_epoch = state.history, run.resolved.steps_per_epoch
+    rate = learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
     weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
-    start = run.position.step_in_epoch
-    stop = min(run.steps_per_epoch, start + run.total_steps - run.position.step)
+    start = state.position.step_in_epoch
+    stop = min(per_epoch, start + state.total_steps - state.position.step)
     batches = run.loader.training(epoch, start, stop)
     sync = RankSync(run)
     run.interrupts.beat()
     strategy.train()
     steps.check()
-    unlogged = run.unlogged
+    unlogged = state.unlogged
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
-        step = run.position.step + 1
+        step = state.position.step + 1
         log = step % every == 0 or step_in_epoch == stop
-        lr = history.lr_factor * rate(step - 1 - run.shift)
+        lr = history.lr_factor * rate(step - 1 - state.step_offset)
         waited, loss = 0.0, None
         if steps.due:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
@@ -116,11 +117,11 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.timer.update()
         norm = steps.update(loss, want_norm=log)
         strategy.after_step(step)
-        if run.average is not None:
-            run.average.update(step)
-        unlogged.append(run.updater.counted(loss))
+        if state.average is not None:
+            state.average.update(step)
+        unlogged.append(state.updater.counted(loss))
         run.timer.step(waited)
-        run.position = Position(step, epoch, step_in_epoch)
+        state.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
         if log or save or step >= sync.next:
@@ -138,7 +139,7 @@ def train_epoch(run: Run, epoch: int) -> None:
             if agreed.stop is not None:
                 save_and_stop(run, agreed.stop)
             if over:
-                run.total_steps = step
+                state.total_steps = step
                 return
             save = save or (agreed.save and step_in_epoch < stop)
         if save:
@@ -148,9 +149,10 @@ def train_epoch(run: Run, epoch: int) -> None:
 
 def end_epoch(run: Run, epoch: int, begun: float) -> None:
     """Evaluate, log, save. The epoch has `begun` at this time.perf_counter()."""
-    history, tracker, step = run.history, run.tracker, run.position.step
+    state, tracker = run.state, run.tracker
+    history, step = state.history, state.position.step
     with run.ledger.span("averaging"):
-        run.strategy.after_epoch(run.average.tensors() if run.average is not None else {})
+        run.strategy.after_epoch(state.averages())
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
@@ -161,11 +163,11 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
         if steps and tracker.path is not None:
             timeline.write(tracker.path, steps)
     note_memory(run)
-    tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.memory.items()}, step)
+    tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.observer.memory.items()}, step)
     if run.speed_only:
-        run.position = Position(step, epoch + 1, 0)
+        state.position = Position(step, epoch + 1, 0)
         return
-    last = stopping.may_be_last(run, epoch)
+    last = stopping.may_be_last(run.recipe, state, epoch)
     mistakes = Mistakes(run.task) if last else None
     trained = time.perf_counter()
     with run.ledger.span("evaluation"):
@@ -180,13 +182,13 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     values |= {"speed/val_samples_per_sec": speed} | reporting.goodput(run)
     tracker.scalars(values | reporting.summary(run), step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
-    run.position = Position(step, epoch + 1, 0)
+    state.position = Position(step, epoch + 1, 0)
     noticing.tell(run)
-    if stopping.lost_patience(run):
-        tracker.say(stopping.patience_line(run))
+    if stopping.lost_patience(run.resolved, state):
+        tracker.say(stopping.patience_line(run.recipe.stop.patience, run.task, state.history))
     if not reporting.report_epoch(run, epoch, improved):
-        run.total_steps = step
-    finished = stopping.is_over(run) or epoch + 1 == run.recipe.epochs
+        state.total_steps = step
+    finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
     if finished and mistakes is not None:
         with run.ledger.span("evaluation"):
             presenting.mistakes(run, mistakes)
@@ -207,7 +209,7 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     """
     look = {"look": mistakes.add} if mistakes is not None else {}
     run.interrupts.beat()
-    averages = run.average.tensors() if run.average is not None else {}
+    averages = run.state.averages()
     run.strategy.settle(averages)
     sync, begun, total = RankSync(run, 0), time.perf_counter(), run.loader.evaluation_batches
 
@@ -238,15 +240,15 @@ def note_skipped(run: Run) -> None:
     fresh = torch.tensor([now[0] - run.counted[0], now[1] - run.counted[1]], dtype=torch.float64)
     run.counted = now
     skipped, uncached = run.world.sum_(fresh).tolist()
-    run.history.skipped += int(skipped)
-    run.history.uncached += int(uncached)
+    run.state.history.skipped += int(skipped)
+    run.state.history.uncached += int(uncached)
 
 
 def note_memory(run: Run) -> None:
     """Peak bytes of every rank's device, and what kept its machine from computing."""
     mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
     gathered = run.world.broadcast_object(run.world.gather((mine, run.noticed.meter.read())))
-    run.memory = {name: size for part, _ in gathered for name, size in part.items()}
+    run.observer.memory = {name: size for part, _ in gathered for name, size in part.items()}
     run.noticed.strain = noticing.worst([strain for _, strain in gathered])
 
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import DeviceMemoryError, TrainerError, is_out_of_memory, text_of
-from trainer.models.memory import USABLE, Resident, pass_of, size_of
-from trainer.optim.optimizers import optimizer_state
+from trainer.models.memory import USABLE, pass_of, size_of
 from trainer.recipe import Recipe
 from trainer.recipe.checks import divides, most_rows
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.readable import as_size
 from trainer.training.initial_model import model_of
-from trainer.training.run import Run
+from trainer.training.parts import PARTS
+from trainer.training.state import Resolved, TrainState
 
 
 def bytes_of_sample(model: nn.Module, recipe: Recipe, shape: Sequence[int]) -> float:
@@ -41,47 +41,39 @@ def pieces_that_fit(recipe: Recipe, count: int, least: int, per_sample: float, r
 
 
 @contextmanager
-def shortage_explained(run: Run) -> Iterator[None]:
+def shortage_explained(resolved: Resolved, state: TrainState) -> Iterator[None]:
     """Raises DeviceMemoryError, with what to change, where memory runs out within this block."""
     try:
         yield
     except Exception as error:
         if isinstance(error, TrainerError) or not is_out_of_memory(error):
             raise
-        raise _out_of_memory(run, error) from error
+        raise _out_of_memory(resolved, state, error) from error
 
 
-def _out_of_memory(run: Run, error: BaseException) -> DeviceMemoryError:
+def _out_of_memory(resolved: Resolved, state: TrainState, error: BaseException) -> DeviceMemoryError:
     """What a step of this run takes of its device's memory, and the keys that lower it."""
-    recipe, world, staged = run.recipe, run.world, run.recipe.traits.staged
-    trained = [parameter for parameter in run.parameters.values() if parameter.requires_grad]
-    averages = run.average.tensors() if run.average is not None else {}
-    kinds = (
-        run.parameters.values(),
-        trained,
-        [*optimizer_state(run.optimizer, run.parameters).values(), *run.strategy.outer_state().values()],
-        averages.values(),
-        run.strategy.named_buffers().values(),
-    )
+    recipe, world, staged = resolved.recipe, resolved.world, resolved.recipe.traits.staged
+    tensors = [tensor for kind in PARTS if kind.trains for tensor in kind(resolved, state).tensors().values()]
+    tensors += [parameter for parameter in state.parameters.values() if parameter.requires_grad]  # their gradients
     # What fsdp.offload keeps on the host is not on the device that is full.
-    kept = [[t for t in kind if t.device.type == world.device.type] for kind in kinds]
-    resident = Resident(*(size_of(*kind) for kind in kept))
-    count = run.strategy.shard.count
+    resident = size_of(*(tensor for tensor in tensors if tensor.device.type == world.device.type))
+    count = state.strategy.shard.count
     at_once = most_rows(recipe, count)
     per_sample = 0.0
     with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything while it is made
-        model = model_of(recipe, run.task, run.datasets, starting=False)
-        per_sample = bytes_of_sample(model, recipe, run.datasets.example(1).inputs.shape)
+        model = model_of(recipe, resolved.task, resolved.datasets, starting=False)
+        per_sample = bytes_of_sample(model, recipe, resolved.datasets.example(1).inputs.shape)
     total = total_memory(world.device)
-    needs = f"weights, gradients and optimizer take {as_size(sum(resident))}"
+    needs = f"weights, gradients and optimizer take {as_size(resident)}"
     if per_sample and not staged:
         needs += f", a pass over a batch of {at_once} about {as_size(per_sample * at_once)}"
-    room = USABLE * total / world.sharing() - sum(resident)
+    room = USABLE * total / world.sharing() - resident
     pieces = pieces_that_fit(recipe, count, recipe.accumulate + 1, per_sample, room)
     words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
     if recipe.traits.micro_batches and not recipe.pipeline.recompute:
         words += ["pipeline.recompute=true"]
-    if recipe.traits.exchanges == "shards" and run.strategy.home.type == "cuda" and recipe.precision != "fp16":
+    if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += ["a smaller batch_size"]
     if not staged and recipe.traits.exchanges != "shards":

@@ -32,7 +32,7 @@ def note_classes(run: Run, sums: Sums) -> None:
 
 def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
     """Tell of steps that were skipped as not finite, and remember them; those that are known already are no news."""
-    known, allowed = run.history.nonfinite, run.recipe.tolerated
+    known, allowed = run.state.history.nonfinite, run.recipe.tolerated
     fresh = sorted({*steps} - {*known})[: max(0, allowed + 1 - len(known))]  # after one too many all are left out
     known += fresh
     if fresh and len(known) <= allowed:
@@ -50,7 +50,7 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
     slowest = noticed.ranks.add(steps * ranks[0][0], ranks)
     if slowest is None:
         return
-    run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.position.step)
+    run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.state.position.step)
     if noticed.ranks.suspect != world.rank:
         noticed.suspected = None
     elif noticed.suspected is None:
@@ -68,8 +68,8 @@ def _notice(run: Run, kind: str, sentence: str) -> None:
     run.noticed.announced.add(kind)
     run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
     run.tracker.facts({"warning": sentence})
-    run.tracker.text("noticed", sentence, run.position.step)
-    run.tracker.journal.notice(f"step {run.position.step}: {sentence}")
+    run.tracker.text("noticed", sentence, run.state.position.step)
+    run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
 
 
 def worst(strains: Sequence[Strain]) -> Strain:
@@ -95,19 +95,19 @@ def look(run: Run, over: bool) -> None:
 
 
 def _facts(run: Run, over: bool) -> Facts:
-    recipe, task, history, classes = run.recipe, run.task, run.history, run.noticed.classes
+    recipe, task, history, classes = run.recipe, run.task, run.state.history, run.noticed.classes
     plain = isinstance(task, Classification) and type(task).loss is Classification.loss
     unweighted = plain and recipe.loss.class_weights is None
     facts = Facts(
         over=over,
-        step=run.position.step - run.shift,
-        steps=run.total_steps - run.shift,
-        epoch_steps=run.steps_per_epoch,
-        warmup=round(recipe.schedule.warmup_epochs * run.steps_per_epoch),
+        step=run.state.position.step - run.state.step_offset,
+        steps=run.state.total_steps - run.state.step_offset,
+        epoch_steps=run.resolved.steps_per_epoch,
+        warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
         throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
         threads=run.world.threads if run.world.device.type == "cpu" else 1,
-        skipped=run.history.nonfinite,
+        skipped=run.state.history.nonfinite,
     )
     if run.datasets.synthetic:  # made-up images teach nothing
         return facts

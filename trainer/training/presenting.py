@@ -110,7 +110,7 @@ def _worst(run: Run, worst: list[Mistake]) -> None:
         captions = [[*_caption(run, mistake), ("", _short_name(run, mistake.place))] for mistake in worst]
         right = [_is_right(run, mistake) for mistake in worst]
         sheet = gallery.grid(images.numpy(), captions, columns=4, side=gallery.WIDE_TILE, right=right)
-        _picture(run, "worst predictions", sheet, run.position.step)
+        _picture(run, "worst predictions", sheet, run.state.position.step)
 
 
 def _short_name(run: Run, sample: int) -> str:
@@ -128,7 +128,7 @@ def _is_right(run: Run, mistake: Mistake) -> bool | None:
 
 def _classes(run: Run, collected: Mistakes) -> None:
     if collected.hits is not None and collected.counts is not None:
-        step = run.position.step
+        step = run.state.position.step
         held = collected.counts.nonzero().flatten().tolist()  # classes of which there is a sample
         names = [name(run, place) for place in range(len(collected.counts))]
         shares = [(collected.hits[n] / collected.counts[n]).item() for n in held]
@@ -145,12 +145,12 @@ def timeline(run: Run) -> None:
     if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
         encoded = (path / "timeline.png").read_bytes()
         size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
-        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.position.step)
+        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.state.position.step)
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:
     """How it went, above what ran; the part of a step that is only known at the end."""
-    tracker, step = run.tracker, run.position.step
+    tracker, step = run.tracker, run.state.position.step
     if not tracker.shows:
         return
     if run.speed_only:
@@ -166,7 +166,7 @@ def end(run: Run, result: Result, verdict: Verdict | None) -> None:
 
 def ended_early(run: Run, status: str, reason: str) -> None:
     """Why it ended before its time, above what ran, and how to go on; `status` is result.json's."""
-    tracker = run.tracker
+    tracker, step = run.tracker, run.state.position.step
     if not tracker.shows:
         return
     with dispensable(run.tracker):
@@ -176,9 +176,9 @@ def ended_early(run: Run, status: str, reason: str) -> None:
             if status == "preempted"
             else "#### To go on from its newest checkpoint, if there is one"
         )
-        page = {f"### {'Stopped' if status == 'preempted' else 'Failed'} at step {run.position.step}": escaped(words)}
-        tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, run.position.step))
-        tracker.show(dashboards.ended(well=False), run.position.step)
+        page = {f"### {'Stopped' if status == 'preempted' else 'Failed'} at step {step}": escaped(words)}
+        tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, step))
+        tracker.show(dashboards.ended(well=False), step)
 
 
 def _layout(run: Run, communication: bool = False) -> Any:
@@ -190,10 +190,10 @@ def _layout(run: Run, communication: bool = False) -> Any:
 def opening(run: Run, words: Sequence[str]) -> str:
     """Markdown, the lower half of the page: what runs, what was changed, on which machine, how to continue it."""
     changed, values = _changed(words), flatten(run.recipe.to_dict())
-    settled = {key: f"{values[key]}, {reason}" for key, reason in run.reasons.items()}
+    settled = {key: f"{values[key]}, {reason}" for key, reason in run.resolved.reasons.items()}
     return _markdown(
         {
-            f"### {run.recipe.name}, {run.recipe.mode}": _list(run.facts),
+            f"### {run.recipe.name}, {run.recipe.mode}": _list(run.observer.facts),
             "#### What was changed": _list(changed) if changed else "Nothing: the recipe as it is.",
             "#### What was left open": _list(settled),
             "#### Machine": _list(_machine(run)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,19 @@ from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
 from trainer.training import noticing, snapshots
 from trainer.training.run import Run
 from trainer.training.speed_test import SECONDS
+
+
+class Told(NamedTuple):
+    """What a rank tells; what is said or counted is 1, and the ranks add it up."""
+
+    loss: float
+    seconds: float  # of a step
+    bad: float  # a loss or gradient was not finite
+    interrupted: float  # by Ctrl-C
+    stopped: float  # by any signal
+    late: float  # a measurement of speed has used up its time
+    unsaved: float  # a save has failed
+    due: float  # time to save
 
 
 @dataclass(frozen=True)
@@ -38,9 +52,9 @@ class Agreed:
         if not self.finite:
             once_more = f", once more than on_nonfinite={run.recipe.on_nonfinite} allows" * bool(run.recipe.tolerated)
             raise NotFiniteError(
-                f"a loss or gradient was not finite at step {run.position.step} or shortly before{once_more}; nothing "
-                f"was saved over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or "
-                "clip_grad_norm=1"
+                f"a loss or gradient was not finite at step {run.state.position.step} or shortly before{once_more}; "
+                f"nothing was saved over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, "
+                "or clip_grad_norm=1"
             )
 
 
@@ -50,18 +64,18 @@ class RankSync:
     def __init__(self, run: Run, done: int | None = None) -> None:
         self.run = run
         # The step, or batch of an evaluation, after which the ranks synchronise again.
-        self.next = (run.position.step if done is None else done) + 1
+        self.next = (run.state.position.step if done is None else done) + 1
         self._window = (0, 0.0, 0.0)
 
     def after_step(self, log: bool) -> Agreed:
         """Synchronise after a training step, with the losses since the last logged one."""
-        run, step = self.run, self.run.position.step
+        run, step = self.run, self.run.state.position.step
         run.world.heartbeat()
-        by_step = dict(enumerate(torch.stack(run.unlogged).tolist(), step - len(run.unlogged) + 1))
+        by_step = dict(enumerate(torch.stack(run.state.unlogged).tolist(), step - len(run.state.unlogged) + 1))
         if run.recipe.tolerated:
             noticing.note_skipped_steps(run, [number for number, loss in by_step.items() if math.isnan(loss)])
-        losses = [loss for number, loss in by_step.items() if number not in run.history.nonfinite]
-        bad = run.updater.is_bad()
+        losses = [loss for number, loss in by_step.items() if number not in run.state.history.nonfinite]
+        bad = run.state.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
         run.ledger.note_steps(steps, seconds, waited)
         if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
@@ -99,23 +113,24 @@ class RankSync:
         late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
         due = run.world.is_main and snapshots.is_due(run)
         signals = (received is not None and received.name == "SIGINT", received is not None)
-        row = [loss, seconds, bad, *signals, late, run.saver.error is not None, due]
-        places = [0.0] * len(mine) * run.world.size if mine else []  # each rank adds its own to zeros
+        told = Told(loss, seconds, bad, *signals, late, run.saver.error is not None, due)
+        parts = torch.zeros(run.world.size if mine else 0, 3, dtype=torch.float64)  # each rank adds its own to zeros
         if mine:
-            places[3 * run.world.rank : 3 * run.world.rank + 3] = mine
-        summed = run.world.sum_(torch.tensor([*row, *places], dtype=torch.float64)).tolist()
-        loss, seconds, wrong, interrupted, stopped, over, unsaved, save = summed[: len(row)]
-        ranks = [summed[place : place + 3] for place in range(len(row), len(summed), 3)]
-        if unsaved:
+            parts[run.world.rank] = torch.tensor(mine, dtype=torch.float64)
+        summed = run.world.sum_(torch.cat([torch.tensor(told, dtype=torch.float64), parts.flatten()]))
+        every = Told(*summed[: len(told)].tolist())
+        if every.unsaved:
             snapshots.finish_saving(run)
-        seconds /= run.world.size
+        seconds = every.seconds / run.world.size
         self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
         run.interrupts.beat()
         save_seconds = run.saver.costs[-1].seconds if run.saver.costs else 0.0
         if not first and (slow := run.interrupts.too_slow(seconds, save_seconds)):
             run.tracker.say(slow)
-        stop = Interrupted if interrupted else Preempted if stopped else None
-        return Agreed(loss, steps, not wrong and math.isfinite(loss), stop, over > 0, save > 0, ranks, window)
+        stop = Interrupted if every.interrupted else Preempted if every.stopped else None
+        finite = not every.bad and math.isfinite(every.loss)
+        ranks = summed[len(told) :].view(-1, 3).tolist()
+        return Agreed(every.loss, steps, finite, stop, every.late > 0, every.due > 0, ranks, window)
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
@@ -124,6 +139,10 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
         snapshots.save(run)
         snapshots.finish_saving(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
-    saved = f"; saved step {run.position.step}: continue with output={folder} resume=auto" if not run.speed_only else ""
+    saved = (
+        f"; saved step {run.state.position.step}: continue with output={folder} resume=auto"
+        if not run.speed_only
+        else ""
+    )
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

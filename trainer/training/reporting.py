@@ -61,29 +61,29 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
         values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
     run.tracker.step(
         {
-            "step": run.position.step,
-            "epoch": run.position.epoch + 1,
-            "seconds": round(run.seconds(), 3),
+            "step": run.state.position.step,
+            "epoch": run.state.position.epoch + 1,
+            "seconds": round(run.state.seconds(), 3),
             "train_loss": loss,
             "lr": lr,
             "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
-            "skipped": len(run.history.nonfinite),
+            "skipped": len(run.state.history.nonfinite),
         }
     )
-    run.tracker.scalars(values | figures, run.position.step)
+    run.tracker.scalars(values | figures, run.state.position.step)
 
 
 def report_epoch(run: Run, epoch: int, best: bool) -> bool:
     """Call the program's `on_epoch`; whether training goes on. Collective."""
-    history = run.history
+    history = run.state.history
     report = EpochReport(
         epoch=epoch + 1,
         epochs=run.recipe.epochs,
-        step=run.position.step,
+        step=run.state.position.step,
         train_loss=history.losses[-1],
         metrics=metrics_of(history.validation),
         best=best,
-        seconds=run.seconds(),
+        seconds=run.state.seconds(),
     )
     return _asked(run, report)
 
@@ -91,9 +91,9 @@ def report_epoch(run: Run, epoch: int, best: bool) -> bool:
 def _asked(run: Run, report: EpochReport | StepReport) -> bool:
     """Let the program see a report, and do what it asks for; whether training goes on. Collective."""
     answer = run.callbacks.report(run.world, report)
-    run.history.lr_factor *= answer.lr_factor
-    run.history.logged |= answer.logged
-    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, run.position.step)
+    run.state.history.lr_factor *= answer.lr_factor
+    run.state.history.logged |= answer.logged
+    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, run.state.position.step)
     return answer.go_on
 
 
@@ -102,7 +102,7 @@ def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, floa
     if not run.callbacks.has("on_step"):
         return True
     speed = images_per_second(run, window)
-    report = StepReport(run.position.step, run.total_steps, run.position.epoch + 1, loss, lr, speed)
+    report = StepReport(run.state.position.step, run.state.total_steps, run.state.position.epoch + 1, loss, lr, speed)
     goes_on = _asked(run, report)
     run.timer.start()  # the program's time is no step's
     return goes_on
@@ -134,27 +134,27 @@ def idle_share(run: Run, measured: float) -> float:
 
 def summary(run: Run) -> dict[str, float]:
     """How far the run has come, in the few figures by which runs are compared."""
-    speed, history = run.timer.summary(run.loader.samples_per_step), run.history
+    speed, history = run.timer.summary(run.loader.samples_per_step), run.state.history
     rate = speed.throughput
     figures = {
         f"best_{run.task.metric}": history.best,
         f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
         "samples_per_sec": rate.samples_per_sec if rate and steady(rate) else None,
         "step_ms": 1e3 * speed.step_time_s.mean if speed.step_time_s else None,
-        "hours": run.seconds() / 3600,
+        "hours": run.state.seconds() / 3600,
     }
     return {f"summary/{name}": value for name, value in figures.items() if value is not None}
 
 
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
-    if run.model.peak_flops is None:
+    if run.observer.model.peak_flops is None:
         return None
-    return samples_per_sec * run.model.training_flops / run.model.peak_flops
+    return samples_per_sec * run.observer.model.training_flops / run.observer.model.peak_flops
 
 
 def epoch_row(run: Run, epoch: int, seconds: float) -> dict[str, str]:
     """An epoch's figures by their titles. `seconds` are those of the epoch; images/s are without its evaluation."""
-    history, epochs = run.history, run.recipe.epochs
+    history, epochs = run.state.history, run.recipe.epochs
     metrics = run.task.shown(metrics_of(history.validation))
     steps, trained = run.timer.lap()
     rate = steps * run.loader.samples_per_step / trained if trained else None
@@ -179,10 +179,10 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     if result["verdict"]:  # which holds them too
         verdict = {"verdict": result["verdict"]["sentence"]}
     if run.speed_only:
-        memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.memory.items())
+        memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.observer.memory.items())
         measured = f"on synthetic images: {rate}; peak memory {memory}"
         return {"measured": measured, **verdict, "result": f"{folder}/result.json"}
-    held_out = run.task.text({run.task.metric: run.history.validation.get(f"val_{run.task.metric}")})
+    held_out = run.task.text({run.task.metric: run.state.history.validation.get(f"val_{run.task.metric}")})
     text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
     text += f", {duration(result['seconds'])}"
     if result["data"]["skipped"]:
@@ -205,7 +205,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
 
 def _best(run: Run) -> str:
     """The best epoch, where it was better than the last."""
-    history, metric = run.history, run.task.metric
+    history, metric = run.state.history, run.task.metric
     if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
     [best] = run.task.shown({metric: history.best}).values()
@@ -237,7 +237,7 @@ def saves(run: Run) -> dict[str, float] | None:
 
 def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> Result:
     """What result.json holds; its keys are stable. `exit_code` is null while running."""
-    history, recipe, data = run.history, run.recipe, run.datasets
+    history, recipe, data = run.state.history, run.recipe, run.datasets
     speed = run.timer.summary(run.loader.samples_per_step)
     figures, mfu = asdict(speed), None
     if speed.throughput is not None:
@@ -254,10 +254,10 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "accumulate": recipe.accumulate,
             "precision": precision.computed_in(recipe.precision, run.world.device),
             "epochs": len(history.losses),
-            "steps": run.position.step,
+            "steps": run.state.position.step,
             "status": status,
             "error": error,
-            "ended_by": ended_by(run) if status == "completed" else None,
+            "ended_by": ended_by(run.resolved, run.state) if status == "completed" else None,
             "exit_code": 0 if status == "completed" else exit_code,
             "data": {
                 "name": data.name,
@@ -275,19 +275,19 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **figures,
             "graphs": run.steps.way,
-            "peak_memory_bytes": run.memory,
+            "peak_memory_bytes": run.observer.memory,
             "mfu": mfu,
             "pipeline": None,
             "losses": history.losses,
             "nonfinite_steps": len(history.nonfinite),
             "logged": history.logged,
-            "seconds": run.seconds(),
+            "seconds": run.state.seconds(),
             "seconds_in": parts(run),
             "save": saves(run),
             "goodput": run.tracker.journal.goodput(),
             "verdict": None,
             "warnings": run.noticed.warnings,
-            "facts": run.facts,
+            "facts": run.observer.facts,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,
             **run.strategy.facts(),

@@ -26,7 +26,7 @@ from trainer.processes.world import World
 from trainer.saving.checkpoint import State
 from trainer.saving.run_folder import free_beside
 from trainer.tasks.classification import class_name
-from trainer.training.run import Run
+from trainer.training.state import Resolved
 
 SIZED = 256  # photos of a part whose sizes are kept
 LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
@@ -152,12 +152,12 @@ def _check_classes(data: Datasets, state: State) -> None:
     raise SetupError(f"the classes of data.name={data.name} are {problem}: put the old names back, {ANEW}")
 
 
-def tell_changes(run: Run, state: State) -> None:
+def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     """Say what changed since a checkpoint was saved."""
-    kept, now = state.tensors.get("samples"), run.samples
+    kept, now = state.tensors.get("samples"), resolved.samples
     if not kept or not now:  # an older checkpoint; or rank 0 says it
         return
-    changes, others = list[str](), False
+    changes, others, steps = list[str](), False, resolved.steps_per_epoch
     for role, words in ROLES.items():
         mine, old = now[f"{role}_images"], kept.get(f"{role}_images")
         was = len(kept[role]) if old is None else int(old[0])  # older checkpoints have a number for each sample
@@ -170,11 +170,11 @@ def tell_changes(run: Run, state: State) -> None:
             changes.append(f"{words}: {sizes} of {len(old) - 2} photos checked have a different size")
     if not changes:
         return
-    before = state.facts.get("steps_per_epoch", run.steps_per_epoch)
+    before = state.facts.get("steps_per_epoch", steps)
     consequences = ["what is held out now may have been trained on, and the best so far is of other images"] * others
-    consequences += [f"an epoch is {run.steps_per_epoch:,} steps and was {before:,}"] * (before != run.steps_per_epoch)
-    path = run.tracker.path
-    if state.position.step >= run.total_steps and path is not None:
+    consequences += [f"an epoch is {steps:,} steps and was {before:,}"] * (before != steps)
+    path = resolved.tracker.path
+    if state.position.step >= total_steps and path is not None:
         words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
         consequences += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
-    run.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")
+    resolved.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,16 +18,13 @@ from torch import Tensor
 from trainer.data.photos.photo_reader import shorter_side_of
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import bare
-from trainer.optim.optimizers import optimizer_state
-from trainer.processes.rank import job_id
 from trainer.processes.resources import cores
 from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
 from trainer.saving.files import writing
 from trainer.saving.saver import Cost, Save, Saver
 from trainer.saving.tensor_files import Piece, require_finite
 from trainer.telemetry.clocks import synchronise
-from trainer.training.randomness import random_states
-from trainer.training.resuming import bound_to, part_of_rank, private_tensors
+from trainer.training.parts import PARTS
 from trainer.training.run import Run
 
 Parts = dict[str, dict[str, Piece]]  # by the name of a file without its ending, then by plain name
@@ -52,7 +48,7 @@ def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
         parts, writers = _sent(run, parts, draft)
         if run.world.rank in writers:
             files = {run.tracker.path / f"{name}.safetensors": _metadata(run) for name in weights if run.tracker.path}
-            evaluated = "ema" if run.average is not None else "model"
+            evaluated = "ema" if run.state.average is not None else "model"
             peers, state, check = writers - {0}, _state(run, parts), run.tracker.folder.check
             work = Save(folder, draft, sealed, state, peers, files, evaluated, run.recipe.save.keep, check)
             run.saver.start(work, begun)
@@ -113,34 +109,27 @@ def _interval(run: Run) -> tuple[float, str]:
 
 
 def _copied(run: Run, sealed: bool) -> Parts:
-    """What this rank adds to the whole model's state, in host memory; of a checkpoint also what it has for itself."""
-    averages = run.average.tensors() if run.average is not None else {}
-    run.strategy.settle(averages)
-    run.world.heartbeat()
-    parts = {"ema": run.strategy.pieces(averages)}
-    if sealed or not averages:
-        parts["model"] = run.strategy.pieces(run.weights())
-    if sealed:
-        parts["optimizer"] = run.strategy.pieces(optimizer_state(run.optimizer, run.parameters))
+    """What this rank adds to a checkpoint, or to files of weights alone, in host memory."""
+    state, world = run.state, run.world
+    averages = state.averages()
+    state.strategy.settle(averages)
+    world.heartbeat()
+    every = [kind(run.resolved, state) for kind in PARTS]
+    if not sealed:
+        every = [part for part in every if part.name in ("ema" if averages else "model", "extra")]
+    parts = {part.name: state.strategy.pieces(part.tensors()) for part in every if part.saved_by == "all"}
     error = None
     try:
         for name, pieces in parts.items():
             require_finite(name, {key: piece.local for key, piece in pieces.items()})
     except NotFiniteError as caught:
         error = caught
-    run.world.raise_any(error)
-    if run.world.grid.size("replicas") < run.world.size:
-        parts = {f"{name}-{run.world.rank:05d}": pieces for name, pieces in parts.items()}
-    if sealed:
-        unlogged = torch.stack(run.unlogged) if run.unlogged else torch.zeros(0)
-        mine = {**random_states(run.world.drives), "unlogged": unlogged, **private_tensors(run)}
-        parts[part_of_rank(run.world.rank)] = _uncut(mine)
-    if run.world.is_main:
-        parts["extra"] = _uncut(run.strategy.extra_state())
-    if sealed and run.world.is_main:
-        parts |= {"scaler": _uncut(run.updater.state()), "samples": _uncut(run.samples)}
-        parts["outer"] = _uncut(run.strategy.outer_state())
-    return on_host(run.saver, parts, run.world.drives)
+    world.raise_any(error)
+    if world.grid.size("replicas") < world.size:
+        parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
+    own = {"each", "main"} if world.is_main else {"each"}
+    parts |= {part.name: _uncut(part.tensors()) for part in every if part.saved_by in own}
+    return on_host(run.saver, parts, world.drives)
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
@@ -171,9 +160,9 @@ def _begin(run: Run, sealed: bool) -> tuple[Path, Path | None, bool]:
     run.tracker.folder.check()
     run.tracker.flush()
     with writing(folder):
-        sealed = sealed and not is_saved(folder, run.position.step)
+        sealed = sealed and not is_saved(folder, run.state.position.step)
         cut = run.world.grid.size("replicas") < run.world.size
-        return folder, (begin(folder, run.position.step) if sealed or cut else None), sealed
+        return folder, (begin(folder, run.state.position.step) if sealed or cut else None), sealed
 
 
 def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[int]]:
@@ -201,27 +190,21 @@ def _state(run: Run, parts: Parts) -> State:
         for stem, pieces in parts.items()
         if stem not in of_ranks
     }
-    facts = {
-        "history": {**asdict(run.history), "seconds": run.seconds()},
-        "topology": bound_to(run.recipe, run.world),
-        "steps_per_epoch": run.steps_per_epoch,
-        "shift": run.shift,
-        "classes": run.datasets.classes,
-        "run_id": job_id(),
-    }
-    return State(run.position, tensors, facts, of_ranks)
+    facts = {name: fact for kind in PARTS for name, fact in kind(run.resolved, run.state).facts().items()}
+    return State(run.state.position, tensors, facts, of_ranks)
 
 
 def _metadata(run: Run) -> dict[str, str]:
     """What is to be known of weights, besides their values, to use them elsewhere."""
     data = run.datasets
-    model = bare(run.recipe.model, run.num_classes, data.image_size, data.channels)
+    names = run.recipe.model.num_classes or len(data.classes)
+    model = bare(run.recipe.model, names, data.image_size, data.channels)
     return {
         "format": "pt",
         **({"model": model} if model else {}),
-        "step": str(run.position.step),
-        "ema": str(run.average is not None).lower(),
-        "num_classes": str(run.num_classes),
+        "step": str(run.state.position.step),
+        "ema": str(run.state.average is not None).lower(),
+        "num_classes": str(names),
         "channels": str(data.channels),
         "image_size": str(data.image_size),
         **({} if data.plain else {"shorter_side": str(shorter_side_of(data))}),

@@ -4,56 +4,59 @@ from __future__ import annotations
 
 import math
 
-from trainer.training.run import Run
+from trainer.recipe import Recipe
+from trainer.tasks import Task
+from trainer.training.state import History, Resolved, TrainState
 
 
-def is_over(run: Run) -> bool:
+def is_over(resolved: Resolved, state: TrainState) -> bool:
     """Whether no further epoch is to be trained; asked between epochs."""
-    return run.position.step_in_epoch == 0 and (run.position.step >= run.total_steps or lost_patience(run))
+    done = state.position.step >= state.total_steps or lost_patience(resolved, state)
+    return state.position.step_in_epoch == 0 and done
 
 
-def may_be_last(run: Run, epoch: int) -> bool:
+def may_be_last(recipe: Recipe, state: TrainState, epoch: int) -> bool:
     """Whether the run may be over once this epoch, whose steps are done, is evaluated."""
-    patience, best = run.recipe.stop.patience, best_epoch(run) or 0
-    done = run.position.step >= run.total_steps or epoch + 1 == run.recipe.epochs
+    patience, best = recipe.stop.patience, best_epoch(state.history) or 0
+    done = state.position.step >= state.total_steps or epoch + 1 == recipe.epochs
     return done or (patience is not None and epoch + 1 - best >= patience)
 
 
-def lost_patience(run: Run) -> bool:
+def lost_patience(resolved: Resolved, state: TrainState) -> bool:
     """Whether the last `stop.patience` epochs were all without a better value of the task's metric.
 
     It follows from the history alone, which checkpoints hold: a run that stopped so and is continued stops again,
     unless `stop.patience` was raised.
     """
-    patience = run.recipe.stop.patience
-    if patience is None or run.speed_only:  # a measurement evaluates nothing
+    patience = resolved.recipe.stop.patience
+    if patience is None or resolved.speed_only:  # a measurement evaluates nothing
         return False
-    return run.position.epoch - (best_epoch(run) or 0) >= patience
+    return state.position.epoch - (best_epoch(state.history) or 0) >= patience
 
 
-def best_epoch(run: Run) -> int | None:
+def best_epoch(history: History) -> int | None:
     """Which epoch had the best value of the task's metric, from 1; None where it never was a number."""
-    best, epoch = run.history.best, run.history.best_epoch
+    best, epoch = history.best, history.best_epoch
     return None if best is None or epoch is None or math.isnan(best) else epoch + 1
 
 
-def patience_line(run: Run) -> str:
+def patience_line(patience: int | None, task: Task, history: History) -> str:
     """The line that is printed when patience is lost."""
-    patience, best = run.recipe.stop.patience, best_epoch(run)
+    best = best_epoch(history)
     epochs = f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
-        return f"stopped: {run.task.metric} was not a number in {epochs} (stop.patience={patience})"
-    best_value = run.task.text({run.task.metric: run.history.best})
+        return f"stopped: {task.metric} was not a number in {epochs} (stop.patience={patience})"
+    best_value = task.text({task.metric: history.best})
     return f"stopped: {epochs} without a better {best_value}, which was epoch {best}'s (stop.patience={patience})"
 
 
-def ended_by(run: Run) -> str:
+def ended_by(resolved: Resolved, state: TrainState) -> str:
     """Why a run that ended well did so, for result.json."""
-    if run.speed_only:
+    if resolved.speed_only:
         return "speed"
-    if run.position.step >= run.recipe.epochs * run.steps_per_epoch + run.shift:
+    step, limit = state.position.step, resolved.recipe.max_steps
+    if step >= resolved.recipe.epochs * resolved.steps_per_epoch + state.step_offset:
         return "epochs"
-    if lost_patience(run) and run.position.step < run.total_steps:
+    if lost_patience(resolved, state) and step < state.total_steps:
         return "stop.patience"
-    limit = run.recipe.max_steps
-    return "max_steps" if limit is not None and run.position.step >= limit else "callback"
+    return "max_steps" if limit is not None and step >= limit else "callback"

@@ -8,7 +8,7 @@ import torch
 from trainer.data import Loader, Shard, as_pictures, held_out_pictures, open_datasets
 from trainer.data.sets import TensorSpec
 from trainer.recipe import load
-from trainer.training.wiring import task_of
+from trainer.training.setup import task_of
 
 
 @pytest.mark.parametrize("words", [["data.name=digits"], ["data.name=synthetic", "data.image_size=32"]])

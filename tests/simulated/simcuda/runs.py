@@ -109,9 +109,11 @@ def _looking() -> Iterator[list[bool]]:
     plain = diagnosis._own_seconds
 
     def look(run: Any, step: float, waited: float, update: float, budget: float) -> Any:
-        before = {name: tensor.detach().clone() for name, tensor in run.weights().items()}
+        before = {name: tensor.detach().clone() for name, tensor in run.state.weights().items()}
         found = plain(run, step, waited, update, 1e9)
-        held.append(found is not None and all(torch.equal(before[name], now) for name, now in run.weights().items()))
+        held.append(
+            found is not None and all(torch.equal(before[name], now) for name, now in run.state.weights().items())
+        )
         return found
 
     with mock.patch.multiple(diagnosis, _own_seconds=look, LITTLE=1e-9):

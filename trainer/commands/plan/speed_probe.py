@@ -32,7 +32,7 @@ from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.telemetry.clocks import synchronise
-from trainer.training.wiring import start_process, wire
+from trainer.training.setup import start_process, wire
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24

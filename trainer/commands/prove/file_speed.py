@@ -21,7 +21,7 @@ from trainer.processes import fork_server
 from trainer.recipe.schema import ModelRecipe
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import Position, State
-from trainer.training.wiring import task_of
+from trainer.training.setup import task_of
 
 if TYPE_CHECKING:
     from trainer.commands.prove.prove_probe import Measurer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
@@ -22,13 +22,14 @@ CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer
 FINALISTS = 3
 CLOSE = 0.1  # plans within this share of the fastest are tried again
 ROUNDS = 4  # at most
+Cuts = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a model is split: its cuts, into how many micro-batches a batch goes, and in which order stages work."""
 
-    cuts: tuple[str, ...]
+    cuts: Cuts
     microbatches: int
     schedule: str
     stage_seconds: tuple[tuple[float, float], ...] = ()  # that the measured schedule is made of, forward and backward
@@ -137,31 +138,27 @@ class Tuner:
         is shortest, until none moves.
         """
         traced, workers, wanted = self.traced, self.pipe.workers, self.recipe.pipeline.cuts
-        cuts = cuts_for(traced, wanted, stages, costs)
         holders = ranks_of_stages(schedule, workers, stages // workers)
 
         @cache
-        def seconds(cuts: tuple[str, ...]) -> float:
+        def step(cuts: Cuts) -> float:
             return step_and_bubble(schedule, workers, microbatches, stage_seconds(traced, cuts, costs))[0]
 
-        def least(cuts: tuple[str, ...]) -> float:
+        def least(cuts: Cuts) -> float:
             """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
             work = [0.0] * workers
             for holder, passes in zip(holders, stage_seconds(traced, cuts, costs), strict=True):
                 work[holder] += microbatches * sum(passes)
             return max(work)
 
-        before = None
+        cuts, before = cuts_for(traced, wanted, stages, costs), None
         while wanted == "auto" and cuts != before:
             before = cuts
-            for first, last in [*((i, i) for i in range(len(cuts))), *pairwise(range(len(cuts)))]:
-                low = traced.cuts.index(cuts[first - 1]) + 1 if first else 0
-                high = traced.cuts.index(cuts[last + 1]) if last + 1 < len(cuts) else len(traced.cuts)
-                places = combinations(traced.cuts[low:high], last + 1 - first)
-                moved = [(*cuts[:first], *some, *cuts[last + 1 :]) for some in places]
-                shorter = [some for some in moved if least(some) * TIE < seconds(cuts)]
-                shortest = min(shorter, key=seconds, default=cuts)
-                if seconds(shortest) * TIE < seconds(cuts):
+            places = range(len(cuts))
+            for moving in [*((place,) for place in places), *pairwise(places)]:
+                hopeful = [moved for moved in _moved(cuts, moving, traced.cuts) if least(moved) * TIE < step(cuts)]
+                shortest = min(hopeful, key=step, default=cuts)
+                if step(shortest) * TIE < step(cuts):
                     cuts = shortest
         measured = tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ()
         return Plan(cuts, microbatches, schedule, measured)
@@ -249,6 +246,15 @@ class Tuner:
             factor = seconds / predicted if predicted else 1.0
             corrected += [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in blocks]
         return corrected
+
+
+def _moved(cuts: Cuts, moving: Sequence[int], possible: Sequence[str]) -> Iterator[Cuts]:
+    """All ways to place these neighbouring cuts between those that stay."""
+    first, last = moving[0], moving[-1]
+    low = possible.index(cuts[first - 1]) + 1 if first else 0
+    high = possible.index(cuts[last + 1]) if last + 1 < len(cuts) else len(possible)
+    for some in combinations(possible[low:high], len(moving)):
+        yield (*cuts[:first], *some, *cuts[last + 1 :])
 
 
 def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryError:

@@ -94,10 +94,10 @@ def repeated_step(resuming):
     """A resumed run trains the checkpoint's last step again."""
     restore = resuming.restore
 
-    def back(run, state):
-        restore(run, state)
-        step, epoch, inside = run.position
-        run.position = type(run.position)(step, epoch, inside - 1)
+    def back(resolved, state, saved):
+        restore(resolved, state, saved)
+        step, epoch, inside = state.position
+        state.position = type(state.position)(step, epoch, inside - 1)
 
     resuming.restore = back
 

@@ -7,7 +7,7 @@ import torch
 
 from trainer.processes.rank import Place
 from trainer.processes.world import World
-from trainer.training import reporting, wiring
+from trainer.training import reporting, setup
 
 NAMES = {0: "NVIDIA A100-SXM4-80GB", 1: "Tesla T4", 2: "NVIDIA A100-SXM4-80GB"}
 
@@ -29,23 +29,24 @@ def test_the_peak_is_that_of_every_card_together(mixed):
     model, data = torch.nn.Linear(4, 2), SimpleNamespace(example=lambda rows: SimpleNamespace(shape=(rows, 4)))
 
     def peak(precision, *indices):
-        return wiring.utilisation_base(model, data, wiring.cards_of(mixed(*indices), precision))[0]
+        return setup.utilisation_base(model, data, setup.cards_of(mixed(*indices), precision))[0]
 
     assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12) and peak("fp16", 1) == pytest.approx(65e12)
     assert peak("fp16", 0, 2) == pytest.approx(624e12) and peak("bf16", 0, 1) is None
-    run = SimpleNamespace(model=SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9))
+    facts = SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9)
+    run = SimpleNamespace(observer=SimpleNamespace(model=facts))
     assert reporting._mfu(run, 1000.0) == pytest.approx(3e12 / 377e12)
-    base = wiring.utilisation_base(model, data, wiring.cards_of(mixed(0), "fp16"))
+    base = setup.utilisation_base(model, data, setup.cards_of(mixed(0), "fp16"))
     model.bias.requires_grad_(False)  # forward and the weight's gradient are left, of inputs that need none
-    frozen = wiring.utilisation_base(model, data, wiring.cards_of(mixed(0), "fp16"))
+    frozen = setup.utilisation_base(model, data, setup.cards_of(mixed(0), "fp16"))
     assert (base[1], frozen[1]) == (3 * 2 * 4 * 2, 2 * 2 * 4 * 2)
     cpu = World(Place(), torch.device("cpu"), 1, ("cpu:0",))
-    assert wiring.utilisation_base(model, data, wiring.cards_of(cpu, "bf16")) == (None, 0)
+    assert setup.utilisation_base(model, data, setup.cards_of(cpu, "bf16")) == (None, 0)
 
 
 def test_bf16_that_a_card_emulates_is_told(mixed):
     def note(precision, *indices):
-        return wiring.emulated(wiring.cards_of(mixed(*indices), precision))
+        return setup.emulated(setup.cards_of(mixed(*indices), precision))
 
     assert note("bf16", 0, 2) == note("fp16", 0, 1) == {}
     assert note("bf16", 0, 1)["bf16"].startswith("cuda:1: emulated")

@@ -27,7 +27,7 @@ from trainer.models.inputs import with_pretrained_input
 from trainer.models.norms import check_alone
 from trainer.models.shapes import without_values
 from trainer.modes import Context, Strategy
-from trainer.optim.optimization import MovingAverage, Updater, loss_scaler
+from trainer.optim.optimization import Updater, loss_scaler
 from trainer.optim.optimizers import build_optimizer
 from trainer.optim.trainable import normalises_batches, notes, roles_of
 from trainer.processes import stacks
@@ -46,9 +46,10 @@ from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, model_of, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
-from trainer.training.run import ModelFacts, Resolved, Run
+from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
 from trainer.training.speed_test import speed_recipe
+from trainer.training.state import Resolved, TrainState
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -61,7 +62,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     with claimed.part("model"):
         run = build(resolved, interrupts, callbacks, ledger)
     with claimed.part("logging"):
-        begin(run, resolved)
+        begin(run)
     ledger.turn(OTHER)
     return run
 
@@ -173,7 +174,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     """Model, mode, optimizer and batches; nothing of the run folder is written yet."""
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
-    model = initial_model(recipe, task, data, resolved.state, world, say)
+    model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
     traits = recipe.traits
     alike = (traits.single_device and not traits.private) or traits.exchanges in ("gradients", "shards")
     require_kept(model, recipe.model.name, recipe.mode, alike)
@@ -186,25 +187,26 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
     loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
-    return Run(resolved, interrupts, callbacks, strategy, loader, optimizer, updater, facts, ledger)
+    state = TrainState(resolved, strategy, optimizer, updater, ledger.begun)
+    observer = Observer(recipe, world, resolved.tracker, ledger, facts)
+    return Run(resolved, state, observer, loader, interrupts, callbacks)
 
 
 def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
     """What the banner and the figures need of the whole model. Collective."""
     recipe, data = resolved.recipe, resolved.datasets
     cards = cards_of(resolved.world, recipe.precision)
-    lines = starting_notes(recipe, data, model) if resolved.state is None else {}
+    lines = starting_notes(recipe, data, model) if resolved.checkpoint is None else {}
     lines |= notes(model, recipe) | emulated(cards)
     peak, flops = utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(size, normalises_batches(model), lines, flops, peak)
 
 
-def begin(run: Run, resolved: Resolved) -> None:
+def begin(run: Run) -> None:
     """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
     recipe, data, tracker = run.recipe, run.datasets, run.tracker
     tracker.folder.remember(run.strategy.known)
-    run.average = MovingAverage(run.weights(), recipe.ema) if recipe.ema is not None else None
     seed_ranks(recipe.seed, run.world.rank)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)
@@ -213,13 +215,14 @@ def begin(run: Run, resolved: Resolved) -> None:
     if tracker.path is not None and not run.speed_only:
         with presenting.dispensable(tracker):
             contact_sheet.write(tracker.path, data, recipe)
-    run.facts = banner.facts(run)
+    run.observer.facts = banner.facts(run)
     banner.say(run)
-    if resolved.state is not None:
+    resolved, state = run.resolved, run.state
+    if resolved.checkpoint is not None:
         with run.ledger.span(f"{START}resuming"):
-            resuming.restore(run, resolved.state)
-    run.saver.committed, run.interrupts.nothing_new = run.position.step, run.nothing_new
-    tracker.start(run.position, run.total_steps, run.task.headline())
+            resuming.restore(resolved, state, resolved.checkpoint)
+    run.saver.committed, run.interrupts.nothing_new = state.position.step, run.nothing_new
+    tracker.start(state.position, state.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
     presenting.begin(run)
 

@@ -291,7 +291,7 @@ def test_a_recipe_that_says_the_shape_is_not_talked_into_another(tmp_path):
 
 def test_one_class_is_nothing_to_learn(tmp_path):
     one = small_photos(tmp_path / "one", classes=["a"])
-    with pytest.raises(SetupError, match=r"'a'.*train/<class>.*val/<class>"):
+    with pytest.raises(SetupError, match=r"'a'.*train/<class>"):
         opened("data.name=imagefolder", one)
     deep = small_photos(tmp_path / "deep", splits=["train/all", "val/all"])
     with pytest.raises(SetupError, match=r"'all'.*\(a, b\)"):

@@ -20,8 +20,7 @@ from PIL import Image
 
 from tests import warm
 from tests.command_line import environment
-from tests.data.photo_folders import read_image
-from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch
+from trainer.data import Datasets, ImageSet, Loader, Shard, open_datasets, sampling, steps_per_epoch
 from trainer.data.folders.targets import Targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
@@ -156,18 +155,6 @@ def test_augmentation_changes_with_the_epoch_and_the_images(loading):
     assert first[0][1].is_floating_point() and torch.allclose(first[0][1].sum(1), torch.ones(8))
 
 
-def test_workers_change_nothing_and_persist(loading):
-    inline, forked = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
-    for number in (0, 1):
-        assert same(epoch(forked, number), epoch(inline, number))
-        if number == 0:
-            before = {child.pid for child in multiprocessing.active_children()}
-    assert len(before) == 2 and {child.pid for child in multiprocessing.active_children()} == before
-    a, b = ([(x.inputs.clone(), x.targets, x.count) for x in loader.evaluation()] for loader in (inline, forked))
-    assert [count for *_, count in a] == [count for *_, count in b] == [7]
-    assert torch.equal(a[0][0][:7], b[0][0][:7]) and torch.equal(a[0][1], b[0][1])
-
-
 @pytest.mark.parametrize("words", [(), ("data.workers=2",)])
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
 def test_an_epoch_can_be_entered_in_the_middle(loading, sets, words):
@@ -175,14 +162,6 @@ def test_an_epoch_can_be_entered_in_the_middle(loading, sets, words):
     assert len(whole) == 6
     assert same(epoch(loading(sets(), *AUGMENT, *words, "accumulate=2"), 3, start=1), whole[2:])
     assert epoch(loading(sets(), *words), 3, start=3) == []
-
-
-def test_an_epoch_can_be_left_in_the_middle(loading):
-    loader, inline = loading(photo_sets(), "data.workers=2"), loading(photo_sets())
-    next(loader.training(0))
-    kept = loader.training(0)
-    next(kept)
-    assert same(epoch(loader, 1), epoch(inline, 1))
 
 
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
@@ -346,70 +325,6 @@ def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples,
     assert sorted(seen) == list(range(samples))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("words", [(), ("augment.crop=resized", "channels_last=false")])
-def test_every_sample_through_workers_and_from_the_middle(loading, words):
-    inline, forked = (every(loading, photo_sets(27), 2, *AUGMENT, f"data.workers={n}", *words) for n in (0, 2))
-    assert all(same(a, b) for a, b in zip(inline, forked, strict=True))
-    shard = Shard(1, 2, every_sample=True)
-    for sets, count in ((photo_sets, 0), (photo_sets, 2), (memory_sets, 0)):
-        loader = loading(sets(27), "accumulate=2", *AUGMENT, f"data.workers={count}", *words, shard=shard)
-        whole = epoch(loader, 3)
-        assert len(whole) == 8 and same(epoch(loader, 3, start=1), whole[2:]) and epoch(loader, 3, start=4) == []
-        assert all(batch.count == len(batch.targets) for batch in loader.training(0))
-        loader.close()
-
-
-def test_every_sample_of_whole_batches_in_one_shard_is_the_ordinary_epoch(loading):
-    for words in (AUGMENT, ("accumulate=2", *AUGMENT)):
-        whole, (every_sample,) = epoch(loading(memory_sets(), *words), 1), every(loading, memory_sets(), 1, *words)
-        assert same(every_sample, whole)
-
-
-@pytest.mark.parametrize("channels_last", ["true", "false"])
-@pytest.mark.parametrize("alpha", ["augment.mixup=1.0", "augment.cutmix=1.0"])
-def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha, channels_last):
-    words = (f"channels_last={channels_last}",)
-    plain = every(loading, memory_sets(27), 2, *words)
-    mixed = every(loading, memory_sets(27), 2, alpha, *words)
-    odd, shares = 0, []
-    for a, b in zip(plain, mixed, strict=True):
-        for (images, labels), (inputs, targets) in zip(a, b, strict=True):
-            assert inputs.is_contiguous(memory_format=torch.channels_last) or channels_last == "false"
-            paired = len(labels) // 2 * 2
-            odd += len(labels) - paired
-            assert torch.equal(inputs[paired:], images[paired:])
-            assert torch.equal(targets[paired:].argmax(1), labels[paired:]) and (targets[paired:].amax(1) == 1).all()
-            for k in range(0, paired, 2):
-                pair, (first, second) = targets[k : k + 2], labels[k : k + 2].tolist()
-                assert pair[0, first] == pair[1, second] and pair[0, second] == pair[1, first]
-                assert pair.sum(1).tolist() == pytest.approx([1, 1])
-                assert not torch.equal(inputs[k], images[k]) or pair[0, first] > 0.9
-                shares.append(float(pair[0, first]))
-    assert odd == 5 and len(set(shares)) > len(shares) / 2  # the shards draw apart
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch_size", "count", "pieces", "steps"),
-    [
-        (10_003, 64, 4, 1, 157),
-        (10_003, 64, 4, 4, 157),
-        (1437, 64, 2, 1, 23),
-        (64, 64, 4, 16, 1),
-        (65, 64, 4, 1, 2),
-    ],
-)
-def test_steps_of_an_epoch_with_every_sample(loading, samples, batch_size, count, pieces, steps):
-    recipe = load(None, f"batch_size={batch_size}", f"accumulate={pieces}")
-    shards = [Shard(index, count, every_sample=True) for index in range(count)]
-    assert {steps_per_epoch(samples, recipe, shard) for shard in shards} == {steps}
-    assert steps_per_epoch(samples, recipe, Shard(0, count)) == samples // batch_size
-    loader = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", f"accumulate={pieces}", shard=shards[0])
-    assert loader.steps_per_epoch == steps and loader.samples_per_step == samples / steps
-    whole = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", shard=Shard(0, count))
-    assert whole.samples_per_step == batch_size
-
-
 @pytest.mark.parametrize(
     ("samples", "batch_size", "count", "pieces", "remedy"),
     [
@@ -494,49 +409,6 @@ def test_a_replacement_is_the_next_readable_sample(loading):
 def test_nothing_readable_is_an_error_even_when_skipping(loading):
     with pytest.raises(SetupError, match="broken on purpose"):
         epoch(loading(photo_sets(broken=range(24)), "data.on_error=skip"))
-
-
-def saved(tmp_path, image, name, **options):
-    image.save(tmp_path / name, **options)
-    return str(tmp_path / name)
-
-
-def test_every_kind_of_image_becomes_eight_bits(tmp_path):
-    red = Image.new("RGB", (12, 10), (200, 30, 40))
-    deep = Image.fromarray(np.full((10, 12), 200 * 256 + 7, np.uint16))
-    clear = Image.new("RGBA", (12, 10), (200, 30, 40, 128))
-    cases = {
-        saved(tmp_path, red, "rgb.jpg", quality=95): (200, 30, 40),
-        saved(tmp_path, red.convert("CMYK"), "cmyk.jpg", quality=95): (200, 30, 40),
-        saved(tmp_path, red.convert("L"), "grey.jpg"): (82, 82, 82),
-        saved(tmp_path, red, "palette.gif"): (200, 30, 40),
-        saved(tmp_path, clear, "alpha.png"): (227, 142, 147),  # half of it on white
-        saved(tmp_path, clear, "alpha.webp", lossless=True): (227, 142, 147),
-        saved(tmp_path, deep, "deep.png"): (200, 200, 200),
-        saved(tmp_path, deep, "deep.tiff"): (200, 200, 200),
-        saved(tmp_path, Image.fromarray(np.full((10, 12), 0.4, np.float32)), "float.tiff"): (102, 102, 102),
-        saved(tmp_path, red, "really.png.jpg", format="PNG"): (200, 30, 40),
-    }
-    for path, colour in cases.items():
-        found = read_image(path, 3)
-        assert found.shape == (3, 10, 12) and found.dtype == torch.uint8, path
-        assert found[:, 5, 5].tolist() == pytest.approx(colour, abs=4), path
-        assert read_image(path, 1).shape == (1, 10, 12), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "says"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "did not answer for timeout=2 seconds")]
-)
-def test_a_worker_that_is_lost_between_epochs_is_named(loading, number, says):
-    loader = loading(photo_sets(), "data.workers=1")
-    epoch(loader)
-    list(loader.evaluation())
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, number)
-    impatient(loader)
-    with pytest.raises(PeerError, match=rf"loader worker {worker.pid} {says}"):
-        epoch(loader, 2)
 
 
 def impatient(loader):
@@ -675,17 +547,6 @@ def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
     worker_counts.check_shared_memory(1, str(tmp_path))
 
 
-def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch):
-    asked = []
-    monkeypatch.setattr(loaders, "check_shared_memory", asked.append)
-    for shard in (Shard(inputs=False), Shard(inputs=False, targets=False)):
-        loading(drawer_sets(), "data.workers=2", shard=shard)
-        loading(memory_sets(), "data.workers=2", shard=shard)
-    assert asked == []
-    loading(drawer_sets(), "data.workers=2", shard=Shard(targets=False))
-    assert asked == [5 * 8 * (16 * 16 * 3 + 8 + 8)]  # slots, rows, bytes of pixels, label and index
-
-
 def test_a_set_that_cannot_travel_is_explained(loading):
     sets = photo_sets()
     sets.train.items.poison = threading.Lock()
@@ -713,12 +574,3 @@ def test_a_small_set_is_read_without_workers(loading, monkeypatch):
     assert few.workers > 0
     monkeypatch.setattr(Items, "__getitem__", lambda items, index: time.sleep(0.02) or (_ for _ in ()).throw(OSError))
     assert loading(photo_sets(train=200), "data.workers=null").workers > 0
-
-
-def test_of_a_slow_set_one_item_is_read_to_know_that_it_takes_workers(loading, monkeypatch):
-    asked, read = [], Items.__getitem__
-    monkeypatch.setattr(
-        Items, "__getitem__", lambda items, index: asked.append(index) or time.sleep(0.1) or read(items, index)
-    )
-    assert loading(photo_sets(train=200), "data.workers=null").workers > 0
-    assert asked == [0]

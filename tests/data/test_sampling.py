@@ -51,27 +51,11 @@ def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
 
 
 @pytest.mark.parametrize(
-    ("samples", "sizes"),
-    [(10_003, [2500, 2500, 2500, 2503]), (8, [4, 4]), (7, [7]), (5, [1, 1, 3]), (2, [0, 0, 2])],
-)
-def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
-    spans = [sampling.contiguous_span(samples, index, len(sizes)) for index in range(len(sizes))]
-    assert [stop - start for start, stop in spans] == sizes
-    assert [index for span in spans for index in range(*span)] == list(range(samples))
-
-
-@pytest.mark.parametrize(
     ("samples", "rows", "count", "steps"),
     [(10_003, 16, 4, 157), (10_000, 16, 4, 157), (64, 16, 4, 1), (65, 16, 4, 2), (48, 16, 1, 3), (49, 16, 1, 4)],
 )
 def test_contiguous_steps_are_those_of_the_largest_part(samples, rows, count, steps):
     assert sampling.contiguous_steps(samples, rows, count) == steps
-
-
-def test_contiguous_rows_are_split_as_evenly_as_possible():
-    rows = [sampling.contiguous_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
-    assert [[piece.tolist() for piece in step] for step in rows[0]] == [[[0, 1], [2]], [[3], [4]]]
-    assert [[piece.tolist() for piece in step] for step in rows[1]] == [[[5, 6], [7]], [[8, 9], [10]]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -89,16 +73,6 @@ def test_contiguous_rows_use_each_sample_once_in_batches_of_nearly_one_size(coun
             assert max(sizes) - min(sizes) <= 1 and max(sizes) <= rows
         read = np.concatenate([piece for shard in shards for step in shard for piece in step])
         assert read.tolist() == permuted.tolist()
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("samples", range(1, 18))
-def test_evaluation_takes_each_sample_once(samples, count):
-    shards = [sampling.evaluation_spans(samples, 4, index, count) for index in range(count)]
-    assert len({len(spans) for spans in shards}) == 1
-    assert all(0 <= stop - start <= 4 for spans in shards for start, stop in spans)
-    taken = [sample for spans in shards for start, stop in spans for sample in range(start, stop)]
-    assert sorted(taken) == list(range(samples))
 
 
 def test_crop_boxes_keep_to_the_image_and_the_law():
@@ -132,11 +106,6 @@ def test_erasing_happens_as_often_as_asked_and_inside():
     erased = boxes[boxes[:, 2] > 0]
     assert 0.22 < len(erased) / 4000 < 0.28
     assert ((erased[:, :2] + erased[:, 2:]) <= 32).all()
-
-
-def test_shifts_reach_every_place():
-    drawn = sampling.shifts(0, 0, np.arange(2000), 4)
-    assert drawn.min() == 0 and drawn.max() == 8 and drawn.shape == (2000, 2)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])

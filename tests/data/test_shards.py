@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import PROJECT, QUIET, digest, losses, ok, result, torchrun, trainer
+from tests.command_line import QUIET, digest, losses, ok, result, trainer
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
 from trainer.data.photos.contact_sheet import FILE
@@ -126,43 +126,6 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
         shutil.copy(path, moved / path.name)
     other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
     assert "15 held-out images" in other
-
-
-def test_unreadable_images(sets, tmp_path):
-    members = [
-        (f"{path.parent.name}/{path.name}", path.read_bytes())
-        for path in sorted((sets / "folders" / "train").rglob("*.jpg"))
-    ]
-    members[5] = (members[5][0], b"\xff\xd8 no photo")
-    path = tarred(tmp_path / "train-0.tar", members)
-    tarred(tmp_path / "val-0.tar", members)
-    env = {"TRAINER_DATA": str(tmp_path / "kept")}
-    words = ["data.name=shards", f"data.root={tmp_path}", *WORDS, "mode=single", "epochs=1"]
-    stopped = trainer(*words, f"output={tmp_path / 'a'}", env=env)
-    assert stopped.returncode == 3 and f"{path}/{members[5][0]} cannot be read" in stopped.stderr.replace(
-        "val-0", "train-0"
-    )
-    ok(*words, "data.on_error=skip", f"output={tmp_path / 'b'}", env=env)
-    assert result(tmp_path / "b")["val_loss"] is not None
-
-
-def test_ranks_that_find_other_shards_stop(sets, tmp_path):
-    """A machine with another copy: here by a rank whose folder is another one."""
-    plugin = tmp_path / "other_copy.py"
-    plugin.write_text("import os\nif os.environ.get('RANK') == '1':\n    os.chdir(os.environ['OTHER'])\n")
-    for name, take in (("here", "000"), ("there", "001")):
-        (tmp_path / name / "set").mkdir(parents=True)
-        shutil.copy(sets / "wds" / f"x-train-{take}.tar", tmp_path / name / "set" / "x-train-000.tar")
-        shutil.copy(sets / "wds" / "x-val-000.tar", tmp_path / name / "set" / "x-val-000.tar")
-    words = ["data.name=shards", "data.root=set", *WORDS, "mode=ddp", "plugin=other_copy", f"output={tmp_path / 'run'}"]
-    env = {
-        "PYTHONPATH": f"{tmp_path}:{PROJECT}",
-        "OTHER": str(tmp_path / "there"),
-    }
-    env["TRAINER_DATA"] = str(tmp_path / "kept")
-    with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
-        told = started.communicate(timeout=180)[0]
-    assert started.returncode != 0 and ("data.root" in told or "rank 0" in told), told
 
 
 @pytest.mark.parametrize(

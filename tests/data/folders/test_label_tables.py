@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok, result
 from trainer.data import open_datasets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
@@ -52,11 +51,6 @@ def test_several_classes_an_image(photos, text):
     found = opened(photos, text, "task.name=multilabel")
     assert found.classes == ("bird", "cat", "dog") and found.targets.shape == (3,)
     assert found.train.labels.tolist() == [[0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 0]]
-
-
-def test_one_column_of_0_and_1_is_one_class(photos):
-    found = opened(photos, table("file,defect", ["0", "1"] * 4), "task.name=multilabel")
-    assert found.classes == ("defect",) and found.train.labels.tolist() == [[0], [1], [0], [1]]
 
 
 def test_a_class_that_only_held_out_images_have_is_known_to_multilabel(photos):
@@ -171,37 +165,6 @@ def test_measures_are_no_classes(photos):
     assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(["mode=ddp", "nproc=2"], marks=pytest.mark.full("each rank reads images, as one does below")),
-        ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"],
-    ],
-    ids=["ddp", "pipeline"],
-)
-def test_large_photos_of_a_table_are_learned_by_workers(mode, tmp_path):
-    """Photos with up to two labels, read as they are needed, on ranks that read images and ranks that do not."""
-    rows = []
-    for part, count in (("train", 24), ("val", 9)):
-        (tmp_path / "photos" / part).mkdir(parents=True)
-        for n in range(count):
-            pixels = np.zeros((80, 100, 3), np.uint8)
-            pixels[..., 0] = 255 * (n % 2)
-            pixels[..., 2] = 255 * (n % 3 == 0)
-            Image.fromarray(pixels).save(tmp_path / "photos" / part / f"{n}.jpg")
-            rows.append(f"{part}/{n}.jpg," + ";".join(["red"] * (n % 2) + ["blue"] * (n % 3 == 0)))
-    (tmp_path / "photos" / "labels.csv").write_text("\n".join(["file,labels", *rows]))
-    words = ["data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.labels=labels.csv", "data.workers=1"]
-    words += ["task.name=multilabel", "model.name=cnn_gn", "data.image_size=72", "batch_size=8", "epochs=8"]
-    words += ["optimizer.name=adamw", "optimizer.lr=0.01", *mode, *QUIET, "save.every_epochs=8"]
-    ok(*words, f"output={tmp_path / 'run'}")
-    found = result(tmp_path / "run")
-    assert found["best_f1"] > 0.9 and found["data"]["val_samples"] == 9 and "val_top1" not in found
-    told = ok("evaluate", f"checkpoint={tmp_path / 'run'}").stdout
-    assert "F1 " in told and "on 9 held-out images" in told
-
-
 @pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("TRUE", "FALSE"), ("1.0", "0.0")])
 def test_columns_of_true_and_false_are_classes(photos, yes, no):
     """As pandas.get_dummies and R write them."""
@@ -216,13 +179,6 @@ def test_images_that_no_line_names_are_counted(photos):
     found = opened(photos, table("file,label", CATS[:5], NAMES[:5]))
     assert found.notes["labels"].startswith("3 images ")
     assert "labels" not in opened(photos, table("file,label", CATS)).notes
-
-
-def test_a_held_out_image_counts_once_however_often_it_stands_there(photos):
-    """And under whatever spelling."""
-    again = "".join(f"{name},{cat}\n" for name, cat in zip(NAMES[4:] * 2, CATS[4:] * 2, strict=True))
-    found = opened(photos, table("file,label", CATS) + again + "val/../val/1.png,dog\nval//0.png,cat\n")
-    assert len(found.val) == 4 and found.notes["labels"].startswith("10 repeated lines left out")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Folders as people lay them out: what is meant is found, or one sentence says what to type."""
 
 import re
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
 from trainer.data import open_datasets
-from trainer.data.folders.photo_folders import class_counts
 from trainer.errors import SetupError
 from trainer.recipe import load
 
@@ -165,16 +162,3 @@ def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
         for name in (".DS_Store", "notes.txt"):
             (root / name).write_text("junk")
         assert re.fullmatch(r"1 image [^;]*; 1 [^;]*\(\.DS_Store\); 1 [^;]*\(\.txt\)", opened(root).notes["ignored"])
-
-
-def test_how_many_times_as_many_images_is_told_of_classes_that_have_some():
-    parts = [SimpleNamespace(labels=np.repeat([0, 1], counts)) for counts in ((60, 4), (6, 1))]
-    told = class_counts(*parts, ("cat", "dog", "eel"), balanced=False)
-    assert re.search(r"\bcat .*\b15 .*\bdog\b", told["balance"]) and "eel" not in told["balance"]
-    assert "eel 0 + 0" in told["classes"]
-
-
-def test_of_many_classes_the_smallest_and_the_largest_are_told(tmp_path):
-    found = opened(photo_set(tmp_path, {f"c{n:02}": 2 + n % 3 for n in range(20)}))
-    told = found.notes["classes"]
-    assert told.startswith("fewest c00 1 + 1, c03 1 + 1, c06 1 + 1; most ") and told.count("+") == 7

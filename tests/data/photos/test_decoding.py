@@ -1,6 +1,5 @@
 """Decoding: photos of phones stand upright, whatever kind of file they are, and kinds that cannot be read say why."""
 
-import io
 import pickle
 import re
 import struct
@@ -202,32 +201,12 @@ def test_heic_that_cannot_be_read_says_what_to_install(tmp_path, monkeypatch):
         read_image(str(path), 3)
 
 
-def test_pixels_of_sixteen_bits_and_of_a_palette_turn_too(tmp_path):
-    deep = np.zeros((32, 48), np.uint16)
-    deep[:16] = 60_000
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(deep[::-1, ::-1])).save(file, "PNG", exif=exif(3))
-    (tmp_path / "deep.png").write_bytes(file.getvalue())
-    found = read_image(str(tmp_path / "deep.png"), 1)
-    assert found.shape == (1, 32, 48) and found[0, 0, 0] > 200 and found[0, -1, 0] == 0
-    Image.fromarray(np.ascontiguousarray(np.rot90(upright()))).convert("P").save(tmp_path / "p.png", exif=exif(6))
-    assert close(read_image(str(tmp_path / "p.png"), 3), upright())
-
-
 def test_real_pixels_are_as_bright_as_they_were(tmp_path):
     values = np.tile(np.linspace(0, 1, 48, dtype=np.float32), (32, 1))
     values[0, 0] = np.nan
     Image.fromarray(values).save(tmp_path / "real.tiff")
     found = read_image(str(tmp_path / "real.tiff"), 1)[0].int()
     assert (found - torch.linspace(0, 255, 48).int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize("ends", [(-0.02, 1.02), (0, 1.01)])
-def test_real_pixels_slightly_beyond_black_or_white_are_those(tmp_path, ends):
-    """As filters leave them that sharpen or enlarge."""
-    Image.fromarray(np.tile(np.linspace(*ends, 48, dtype=np.float32), (32, 1))).save(tmp_path / "real.tiff")
-    found = read_image(str(tmp_path / "real.tiff"), 1)[0].int()
-    assert found[0, 0] == 0 and found[0, -1] == 255 and abs(found[0, 24] - 130) <= 4
 
 
 @pytest.mark.parametrize("ends", [(-1, 1), (0, 255), (0, 65535), (0, 1e6), (0, 70000)])

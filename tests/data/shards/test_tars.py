@@ -84,14 +84,6 @@ def test_a_label_that_is_not_understood_is_named_and_no_folder_stands_for_it(tmp
         opened(str(shard))
 
 
-def test_names_with_dots_have_no_class_beside_them(tmp_path):
-    """WebDataset takes holiday for the name of them all."""
-    pairs = [(f"{name}/holiday.{n}", name) for name in ("cat", "dog") for n in range(5)]
-    members = [one for at, name in pairs for one in ((f"{at}.jpg", jpeg()), (f"{at}.cls", name.encode()))]
-    with pytest.raises(SetupError, match=r"\b2 samples .*cat/holiday\.0\.cls\b"):
-        opened(tarred(tmp_path / "a.tar", members))
-
-
 def test_of_a_class_in_two_files_the_plain_one_counts(tmp_path):
     members = [("1.json", b'{"label": 4}'), ("1.jpg", jpeg()), ("1.cls", b"5"), ("1.coarse.cls", b"7")]
     _, index = looked(tmp_path, members)
@@ -102,12 +94,6 @@ def test_suffixes_of_images(tmp_path):
     names = ["1.jpg", "2.JPEG", "3.png", "4.img", "5.webp", "a.b/6.x.Png"]
     _, index = looked(tmp_path, [(name, jpeg()) for name in names])
     assert [name for name, _ in samples(index)] == names and not index.contents.left
-
-
-def test_dots_in_names_are_no_samples_of_several_images(tmp_path):
-    names = ["cat/photo.1.jpg", "cat/photo.2.jpg", "dog/photo.1.jpg"]
-    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
-    assert [name for name, _ in samples(index)] == names and not index.contents.wrong
 
 
 def test_beside_an_image_other_images_of_the_sample_are_left_alone(tmp_path):
@@ -142,18 +128,6 @@ def test_a_compressed_tar_is_refused_with_what_to_type(tmp_path, kind):
         pass
     with pytest.raises(SetupError, match=rf"a\.tar\.{kind} .*\.tar\b"):
         tars.look(ShardFile.of(path))
-
-
-def test_a_cut_tar_tells_what_is_whole(tmp_path):
-    path = tarred(tmp_path / "a.tar", with_classes([0, 1, 2]))
-    whole, seen = path.read_bytes(), set()
-    for end in range(0, len(whole), 256):
-        path.write_bytes(whole[:end])
-        index = tars.look(ShardFile.of(path))
-        assert samples(index) == [(f"{n:06}.jpg", str(n)) for n in range(len(index))]
-        seen.add((len(index), bool(index.contents.broken)))
-        assert len(index) == 3 or "not a tar" not in index.contents.broken
-    assert {(1, True), (2, True), (3, False)} <= seen
 
 
 def test_images_are_not_read_to_index_them(tmp_path):

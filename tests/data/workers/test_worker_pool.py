@@ -1,7 +1,6 @@
 """Processes that read ahead: the same batches however many there are, for training and evaluation together."""
 
 import multiprocessing
-import re
 import sys
 import textwrap
 import time
@@ -11,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import get_worker_info
 
 from tests import warm
-from tests.command_line import BARE, QUIET, environment, ok
+from tests.command_line import environment
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
 from trainer.data import Shard
 from trainer.errors import PeerError
-from trainer.saving.weights import read_weights
 
 __all__ = ["loading"]  # the fixture
 PATIENCE = 60
@@ -194,37 +191,6 @@ def test_a_long_order_never_blocks_who_asks(loading):
     loader._train._readers.read(keys)
     loader._train._readers.prefetch(keys)
     loader.close()
-
-
-def test_memory_and_processes_are_told(loading):
-    assert loading(photo_sets()).workers_in_words() is None
-    assert re.match("2 processes .*5 batches .*0 MiB", loading(photo_sets(), "data.workers=2").workers_in_words())
-
-
-@pytest.mark.slow
-def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
-    photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
-    _photos(tmp_path / "set")
-    words = ["model.name=cnn", *photos, "batch_size=6", "epochs=2", "threads=1", "mode=single", *QUIET]
-    words += BARE
-    found = []
-    for number in ("0", "2", "null"):
-        ok(*words, f"data.workers={number}", f"output={tmp_path / number}")
-        found.append(read_weights(tmp_path / number / "last.safetensors")[0])
-    assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
-
-
-def _photos(root, copies=1):
-    """Two classes of nine photos, each `copies` times to train on."""
-    generator = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in "ab":
-            (root / split / name).mkdir(parents=True)
-            for n in range(9):
-                pixels = generator.integers(0, 256, (80, 100, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
-                for copy in range(1, copies if split == "train" else 1):
-                    (root / split / name / f"{n}-{copy}.jpg").hardlink_to(root / split / name / f"{n}.jpg")
 
 
 @pytest.mark.slow

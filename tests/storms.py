@@ -319,8 +319,7 @@ def other_photos(job: Job, hit: Hit, dice: random.Random) -> Hit | None:
     try:
         assert again.end(60.0 * slack())[0] == code and "Traceback" not in again.text(), again.text()
         if code:
-            moved = f"{one.name} is now in {two.name}"
-            why = moved if hit.victim == "swapped" else f"(gone: {one.name}; new: other): put the old names back"
+            why = "folders changed places" if hit.victim == "swapped" else f" was {one.name}"
             assert why in again.text(), again.text()
             return hit
         line = next(line for line in again.text().splitlines() if "the images changed since then" in line)

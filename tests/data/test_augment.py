@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
-from trainer.data import Example, TensorSpec, augment, sampling
+from trainer.data import Example, TensorSpec, sampling
 from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state, resized_crops
-from trainer.data.photos import policies
 from trainer.data.photos.decoding import with_channels
-from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import PhotoDraws, held_out
+from trainer.data.photos.photo_reader import PhotoDraws
 from trainer.recipe import AugmentRecipe
 
 CPU = torch.device("cpu")
@@ -82,45 +80,6 @@ def test_normalisation(channels_last):
     expected = (pictures / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert torch.allclose(found, expected, atol=1e-5)
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_large_images_are_normalised_as_small_ones(channels_last, monkeypatch):
-    finish = DeviceTransform((0.5, 0.25, 0.1), (0.2, 0.3, 0.4), 160, channels_last, CPU)
-    pictures = images(3, size=160).permute(0, 2, 3, 1).contiguous()
-    one_by_one = finish.inputs(pictures)
-    monkeypatch.setattr(augment, "CACHED", 10**9)
-    together = finish.inputs(pictures)
-    assert torch.equal(one_by_one, together) and one_by_one.stride() == together.stride()
-
-
-class Counting(TorchDispatchMode):
-    """Counts torch's operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_operations_of_a_policy_do_not_grow_with_the_batch():
-    """Each is one kernel or several, but not one for each image, on a GPU."""
-    magnitudes = {"Rotate": (17.0, 0.0, 90.0, 180.0, 270.0), "Posterize": (4.0,), "Solarize": (0.5,)}
-    plans = [[(name, value), ("Invert", 0.0)] for name in policies.OPERATIONS for value in magnitudes.get(name, (0.3,))]
-    counts = set()
-    for times in (1, 8):
-        images = torch.randint(256, (times * len(plans), 16, 16, 3), dtype=torch.uint8)
-        alone = torch.cat(
-            [policies.apply(images[n : n + 1].clone(), [plans[n % len(plans)]]) for n in range(len(images))]
-        )
-        with Counting() as counting:
-            whole = policies.apply(images, plans * times)
-        counts.add(counting.count)
-        assert torch.equal(whole, alone)
-    assert len(counts) == 1
 
 
 def test_erasing_on_a_gpu_is_erasing_here():
@@ -213,27 +172,6 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
         alone = [auto(row, image.permute(2, 0, 1)).permute(1, 2, 0) for row, image in enumerate(pictures)]
     assert [row for row in range(160) if not torch.equal(whole[row], alone[row])] == []
     assert kernels.count < 2 * len(pictures)
-
-
-def test_large_images_are_augmented_one_by_one_on_a_cpu():
-    """There torchvision's own operations are faster than ours for many images."""
-    whole, index = torch.randint(0, 256, (12, 104, 98, 3), dtype=torch.uint8), np.arange(12)
-    pictures, recipe = whole.clone(), AugmentRecipe(auto="trivial")
-    with private_random_state(), pytest.MonkeyPatch.context() as patching:
-        patching.setattr(policies, "apply", None)
-        result = Auto(recipe, 0, 3, index).batch(whole)
-        alone = [Auto(recipe, 0, 3, index)(row, image.permute(2, 0, 1)) for row, image in enumerate(pictures)]
-    assert torch.equal(result, torch.stack(alone).permute(0, 2, 3, 1))
-
-
-@pytest.mark.parametrize(("shape", "size"), [((3, 300, 400), 224), ((3, 50, 20), 32), ((1, 32, 32), 32)])
-def test_evaluation_images_have_the_size(shape, size):
-    assert held_out(Picture.of(torch.zeros(shape, dtype=torch.uint8)), size).shape == (shape[0], size, size)
-
-
-def test_tiny_images_of_the_right_size_are_left_as_they_are():
-    picture = images(1, size=32)[0]
-    assert torch.equal(held_out(Picture.of(picture), 32), picture)
 
 
 def test_channels_are_repeated_or_weighted():

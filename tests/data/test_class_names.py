@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result
-from tests.data.photo_folders import coloured, photo, photo_set
+from tests.data.photo_folders import coloured, photo
 from tests.data.photo_folders import opened as opened_folder
 from tests.data.shards.conftest import kept  # noqa: F401
 from tests.data.shards.making import in_folders, jpeg, opened, parquet, tarred
@@ -111,13 +111,6 @@ def test_a_name_in_two_forms_is_one_class_and_told(tmp_path, kind):
     assert np.bincount(labels)[found.classes.index(NFC)] == 4 and len(labels) == 6
     assert NFC in found.notes["names"]
     assert all(found.train.read(n, 3)[0].shape[0] == 3 for n in range(len(found.train))), "paths stay as they are"
-
-
-def test_held_out_images_may_have_the_other_form(tmp_path):
-    for part, name in (("train", NFC), ("val", NFD)):
-        photo_set(tmp_path / part, {name: 3, "zoo": 3})
-    found = opened_folder(tmp_path)
-    assert found.classes == ("zoo", NFC) and found.val.labels.tolist() == [0] * 3 + [1] * 3
 
 
 def test_names_of_weights_in_the_other_form_are_known(tmp_path):

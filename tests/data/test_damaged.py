@@ -122,18 +122,6 @@ def test_every_rank_refuses_what_one_of_them_saw(photos):
     assert "train/ant/3.jpg" in done.stderr and "val/ant/1.jpg" in done.stderr
 
 
-def test_full_finds_what_headers_do_not_tell(photos, tmp_path):
-    for part, name in (("train", "ant/3.jpg"), ("train", "bee/5.jpg"), ("val", "ant/1.jpg")):
-        os.unlink(photos / part / name)
-    bad = picture(photos / "train" / "ant" / "bad.png")
-    data = bytearray(bad.read_bytes())
-    data[60:120] = bytes(60)  # in the middle of its pixels
-    bad.write_bytes(bytes(data))
-    assert looks_whole(os.fsencode(bad))
-    done = trainer(*words_for(photos, "run", "data.check=full"))
-    assert done.returncode == 3 and "ant/bad.png" in done.stderr and not (tmp_path / "run").exists()
-
-
 def photo(kind, number, **options):
     """An encoded image with the smooth parts and the details of a photo."""
     random = np.random.default_rng(number)
@@ -173,13 +161,6 @@ def test_what_the_guide_says_is_found_is_found(name, damage, count, tmp_path):
     assert found(tmp_path, encoded) == []
     seen = found(tmp_path, [DAMAGES[damage](data, kind) for data in encoded])
     assert seen == [0, 1, 2, 3] if count == "20" else len(seen) < 4
-
-
-@pytest.mark.parametrize("options", [{"progressive": True}, {"optimize": True}, {"restart_marker_rows": 1}])
-def test_every_kind_of_jpeg_is_listened_to(options, tmp_path):
-    encoded = [photo("JPEG", number, **options) for number in range(3)]
-    damaged = DAMAGES["zeros in the middle"](encoded[1], "JPEG")
-    assert found(tmp_path, [encoded[0], damaged, encoded[2]]) == [1]
 
 
 def test_a_few_bytes_before_the_end_are_no_damage(tmp_path):

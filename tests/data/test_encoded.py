@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, tarred
+from tests.data.shards.making import in_folders, tarred
 from trainer.data.encoded import encoded, header_file, identity, in_shard
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_encoded
@@ -55,13 +55,3 @@ def test_an_identity_changes_with_the_file(pair):
     shard = Path(os.fsdecode(address.partition(b"\0")[0]))
     os.utime(shard, ns=(1, 1))
     assert in_shard(ShardFile.of(shard), tars.KIND) not in address and identity(address) == address
-
-
-def test_addresses_of_a_shard_sort_as_they_lie(tmp_path):
-    shard = ShardFile.of(tarred(tmp_path / "a.tar", [(f"{n}.jpg", jpeg()) for n in range(30)]))
-    places = tars.look(shard).places
-    photos = ShardPhotos(
-        tmp_path, map(str, range(30)), np.arange(30), [in_shard(shard, tars.KIND)], np.zeros(30, int), places
-    )
-    addresses = [photos.address(n) for n in range(30)]
-    assert addresses == sorted(addresses)

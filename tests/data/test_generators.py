@@ -80,18 +80,6 @@ def test_several_draw_different_numbers_and_a_new_one_is_seen():
     assert not [*Generators(data.samples)]
 
 
-def test_one_that_was_removed_is_passed_over():
-    data = Transformed([KINDS["numpy"](), {"own": KINDS["random"]()}])
-    found, other = Generators(data), Generators(vars(data))
-    with found.restored():
-        del data.transform.pop()["own"]
-        data.transform.clear()
-        found.seed(1)
-    with other.restored():
-        other.seed(1)
-    assert [*found] == [*other] == []
-
-
 DATA = """
 import os
 import random

@@ -86,11 +86,6 @@ def test_arrays_become_tensors_with_channels_first(found, shape):
     assert as_input(found).shape == shape
 
 
-def test_pillow_images_stay():
-    image = Image.new("L", (3, 3))
-    assert as_input(image) is image
-
-
 @pytest.mark.parametrize(
     ("part", "kind", "names"),
     [
@@ -161,17 +156,6 @@ class Stream(IterableDataset):
 def test_sets_that_cannot_be_read_by_number(train, line):
     with pytest.raises(RecipeError, match=line):
         opened(train, Rows([(0, 1)]), 2)
-
-
-def test_an_empty_pair_is_told_before_its_classes_are_counted():
-    with pytest.raises(RecipeError, match=r"\(0, 1, 6, 6\) and \(0,\)"):
-        opened(TensorDataset(PIXELS[:0], LABELS[:0]), TensorDataset(PIXELS, LABELS))
-
-
-def test_a_lent_name_is_given_back():
-    with registered.lent("mine", lambda data: None):
-        assert "mine" in registered
-    assert "mine" not in registered
 
 
 def drawn(seed, epoch, sample):

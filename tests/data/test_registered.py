@@ -1,13 +1,11 @@
 """Data sets of the user's own: what they may bring, and what is said of the rest."""
 
 import copy
-import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Subset, TensorDataset
 from torchvision.transforms.v2 import functional as vision
 
 from tests.data.photos.test_decoding import exif
@@ -20,14 +18,12 @@ from trainer.data import (
     Shard,
     TensorSet,
     datasets,
-    items,
     open_datasets,
     register_dataset,
     registered,
 )
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import held_out
-from trainer.data.tensors import as_tensor
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.tasks import Task, register_task
@@ -53,14 +49,6 @@ def test_users_bring_tensors(names):
     found = opened("data.name=mine")
     assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
     assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
-
-
-def test_images_in_memory_are_copied_once(names, monkeypatch):
-    whole, seen = TensorDataset(*pair(8)), list[object]()
-    monkeypatch.setattr(items, "as_tensor", lambda value: seen.append(value) or as_tensor(value))
-    register_dataset("mine")(lambda data: (Subset(whole, range(6)), pair(4), None))
-    assert opened("data.name=mine").classes == ("0", "1")
-    assert sum(value is whole.tensors[0] for value in seen) == 1
 
 
 def test_users_bring_map_style_sets(names):
@@ -111,35 +99,6 @@ def test_arrays_are_cut_as_photos_and_as_their_weights_say(names, shape, size):
     assert ("images" in found.notes) == (shape[0] != shape[1])
 
 
-def test_the_size_that_is_advised_for_arrays_that_are_not_square_is_taken(names):
-    register_dataset("mine")(lambda data: ((pair(8)[0][..., :3], pair(8)[1]),) * 2 + ("ab",))
-    with pytest.raises(RecipeError, match="not square") as caught:
-        opened("data.name=mine")
-    (word,) = re.findall(r"data\.image_size=\d+", str(caught.value))
-    assert opened("data.name=mine", word).image_size == 3
-
-
-@pytest.mark.parametrize("task", ["classification", "multilabel", "regression"])
-@pytest.mark.parametrize("labels", [np.ones((8, 2), complex), np.array(list("abababab")), np.array([{}] * 8)])
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_labels_that_are_no_numbers_of_a_task_are_refused_in_one_line(names, task, labels, one_by_one):
-    images = pair(8)[0]
-    part = [*zip(images, labels, strict=True)] if one_by_one else (images, labels)
-    register_dataset("mine")(lambda data: (part, part, ("a", "b")))
-    with pytest.raises(ValueError, match=r"complex|number") as caught:
-        opened("data.name=mine", f"task.name={task}").train.read(0, 3)
-    assert "\n" not in str(caught.value)
-
-
-def test_pillow_items_are_turned_as_files_are(names, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif(6))
-    items = [(Image.open(tmp_path / "a.png"), n % 2) for n in range(4)]
-    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
-    image, _ = opened("data.name=mine").train.read(0, 3)
-    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.rot90(pixels, -1))
-
-
 @pytest.mark.parametrize("name", ["digits", "mine"])
 def test_a_name_is_taken_once(names, name):
     register_dataset("mine")(lambda data: None)
@@ -151,20 +110,6 @@ def test_an_unknown_name_gets_the_nearest(names):
     register_dataset("flowers")(lambda data: None)
     with pytest.raises(RecipeError, match=r"data\.name=flowers\b"):
         opened("data.name=flower")
-
-
-def test_a_users_small_items_stay_as_they_are(names):
-    items = [(Image.new("L", (12, 12)), 1), (torch.zeros(1, 12, 12, dtype=torch.uint8), 0)]
-    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
-    found = opened("data.name=mine")
-    assert (found.channels, found.image_size) == (1, 12) and "images" in found.notes
-
-
-def test_a_users_set_of_one_class_is_refused(names):
-    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    register_dataset("mine")(lambda data: (images, images, ["a"]))
-    with pytest.raises(RecipeError, match=r"\b1 class.*\b2\b"):
-        opened("data.name=mine")
 
 
 def test_inputs_that_are_no_images_stay_as_they_are(names):

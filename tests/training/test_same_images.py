@@ -1,18 +1,15 @@
 """Ranks that found other images say so before the first step, and a run goes on with the classes that it began with."""
 
 import re
-import shutil
 
 import pytest
-import torch
 
 from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from tests.data.shards.making import jpeg, tarred, with_classes
+from tests.data.shards.making import tarred, with_classes
 from tests.worlds import on_ranks
 from trainer.data.folders.layout import Before
 from trainer.errors import SetupError
-from trainer.saving.checkpoint import commit, load
 from trainer.training.same_images import check_same_images
 
 PETS = {"cat": 10, "dog": 10}
@@ -56,7 +53,7 @@ def test_as_many_images_that_are_others_are_told(tmp_path, other):
         trained = tmp_path / "there" / there.train.name(0)
         trained.rename(trained.with_name("other.jpg"))
         there = opened(tmp_path / "there", before=Before(frozenset(here.val.name(n) for n in range(4))))
-    assert re.search(r"rank 1 on .*other files .*rank 0", errors(here, there)[0])
+    assert re.search(r"rank 1 on .*rank 0 \(names of files", errors(here, there)[0])
 
 
 def photos_of(root, counts):
@@ -80,7 +77,7 @@ def test_renamed_classes_are_not_continued(tmp_path):
     again = half_done(root, tmp_path / "run")
     (root / "ant").rename(root / "zebra")
     done = trainer(*again)
-    assert done.returncode == 3 and "(gone: ant; new: zebra)" in done.stderr
+    assert done.returncode == 3 and "(bee was ant, zebra was bee)" in done.stderr
     (root / "zebra").rename(root / "ant")
     ok(*again)
     (root / "ant").rename(root / "zebra")
@@ -98,7 +95,7 @@ def test_classes_in_another_order_are_not_continued(tmp_path):
     again = half_done(root, tmp_path / "run", "data.image_size=16", name="shards", **env)
     (root / "classes.txt").write_text("bee\nant\n")
     done = trainer(*again, env=env)
-    assert done.returncode == 3 and re.search(r"order .*\(ant, bee ", done.stderr)
+    assert done.returncode == 3 and "(bee was ant, ant was bee)" in done.stderr
     (root / "classes.txt").write_text("ant\nbee\n")
     ok(*again, env=env)
 
@@ -159,35 +156,3 @@ def test_changed_files_are_told_where_a_run_goes_on(tmp_path, change):
     assert wanted.get(change, "training: as many, with other names") in said
     assert ("may have been trained on" in said) == (change != "one replaced")
     assert ("held out: as many" in said) == (change == "another split")
-
-
-def test_an_image_replaced_in_a_shard_is_told(tmp_path):
-    root, env = tmp_path / "shards", {"TRAINER_DATA": str(tmp_path / "kept")}
-    members = with_classes([0, 1] * 10)
-    tarred(root / "a-000.tar", members)
-    again = half_done(root, tmp_path / "run", "data.image_size=16", name="shards", **env)
-    at, (name, _) = next((at, one) for at, one in enumerate(members) if one[0].endswith(".jpg"))
-    members[at] = (name, jpeg(99, (50, 50)))
-    tarred(root / "a-000.tar", members)
-    assert " 1 of " in told(again, env=env)
-
-
-@pytest.mark.parametrize("lacks", ["all", "a digest"])
-def test_a_checkpoint_that_tells_less_is_continued(tmp_path, lacks):
-    """As versions before had it: a number for each sample, and before that none."""
-    root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
-    again = half_done(root, tmp_path / "run")
-    for folder in (tmp_path / "run" / "checkpoints").iterdir():
-        state = load(folder)
-        samples = state.tensors.pop("samples")
-        if lacks == "all":
-            state.facts.pop("classes")
-        else:
-            state.tensors["samples"] = {
-                role: torch.arange(int(samples[f"{role}_images"][0])) for role in ("train", "val")
-            }
-        shutil.rmtree(folder)
-        commit(tmp_path / "run", state, keep=5)
-    coloured(root / "ant" / "new.png", (200, 90, 60), (12, 12), 99)
-    said = ok(*again).stdout
-    assert "resuming at step" in said and ("and there were" in said) == (lacks == "a digest")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shlex
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,9 @@ def contents_of(data: Datasets) -> dict[str, Tensor]:
     """Of the training and the held-out part, int64: samples, a hash of them all, and sizes of some in bytes."""
     found = {}
     for role, part in zip(ROLES, data.sources or (data.train, data.val), strict=True):
-        photos = isinstance(part, EncodedPhotos)
-        sizes = [size_of(part.address(place)) for place in _sized(len(part))] if photos else []
-        pair = isinstance(part, tuple | list)
-        found[role + "_images"] = torch.tensor([len(part[0]) if pair else len(part), _digest(part), *sizes])
+        sizes = [size_of(part.address(at)) for at in _sized(len(part))] if isinstance(part, EncodedPhotos) else []
+        count = len(part[0] if isinstance(part, tuple | list) else part)
+        found[role + "_images"] = torch.tensor([count, _digest(part), *sizes])
     return found
 
 
@@ -67,9 +67,8 @@ def _digest(part: Any) -> int:
     try:
         targets = stored_targets(items)
         digest.update(b"" if targets is None else np.ascontiguousarray(targets.numpy()).data)
-        root = str(getattr(items, "root", ""))
         for path, *_ in getattr(items, "samples", ()):  # torchvision's: a path and a class each
-            digest.update(os.fsencode(str(path).removeprefix(root)))
+            digest.update(os.fsencode(str(path).removeprefix(str(getattr(items, "root", "")))))
     except Exception:  # a user's data set may raise anything at all
         return 0
     return int(digest.hexdigest(), 16)
@@ -77,33 +76,25 @@ def _digest(part: Any) -> int:
 
 def check_same_images(world: World, data: Datasets) -> None:
     """Raises SetupError on every rank where one sees other data than rank 0. Collective."""
-    facts = world.gather((platform.node(), _facts(data)))
-    odd = next((rank for rank, (_, theirs) in enumerate(facts) if theirs != facts[0][1]), None)
-    why = world.broadcast_object(None if odd is None else _difference(odd, facts[odd], facts[0][1]))
-    if why is not None:
-        kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
-        raise SetupError(
-            f"{why}: every machine needs the same files in data.root" + kept * (data.split_table is not None)
-        )
-
-
-def _facts(data: Datasets) -> dict[str, Any]:
-    parts = (data.train, data.val)
-    return {
+    mine = {
         "training images": f"{len(data.train):,}",
         "held-out images": f"{len(data.val):,}",
         "classes": f"{len(data.classes)} ({few(data.classes)})",
         "shape": " x ".join(map(str, data.inputs.shape)),
-        "files": [part.digest() for part in parts if isinstance(part, EncodedPhotos)],
+        "names of files": " ".join(part.digest()[:8] for part in (data.train, data.val) if hasattr(part, "digest")),
     }
-
-
-def _difference(rank: int, theirs: tuple[str, dict[str, Any]], here: dict[str, Any]) -> str:
-    host, there = theirs
-    what = next(key for key in here if there[key] != here[key])
-    if what == "files":
-        return f"rank {rank} on {host} trains on other files than rank 0, or holds out others"
-    return f"rank {rank} on {host} found other data than rank 0 ({what}: {there[what]} there, {here[what]} here)"
+    facts, why = world.gather((platform.node(), mine)), ""
+    for rank, (host, theirs) in enumerate(facts):
+        what = next((key for key in mine if theirs[key] != mine[key]), None)
+        if what and not why:
+            why = (
+                f"rank {rank} on {host} found other data than rank 0 ({what}: {theirs[what]} there, {mine[what]} here)"
+            )
+    if why := world.broadcast_object(why):
+        kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
+        raise SetupError(
+            f"{why}: every machine needs the same files in data.root" + kept * (data.split_table is not None)
+        )
 
 
 def identified(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
@@ -115,41 +106,30 @@ def identified(world: World, data: Datasets, state: State | None) -> dict[str, T
     samples = contents_of(data) if world.is_main else {}
     if state is None:
         return samples
-    _check_classes(data, state)
-    was, exchanged = state.tensors.get("samples", {}), set[str]()
-    for (role, now), part in zip(samples.items(), data.sources or (data.train, data.val), strict=False):
-        before = was.get(role)
-        if before is None or len(now) == 2 or not torch.equal(now[:2], before[:2]) or part.labels.ndim > 1:
+    was, now = state.facts.get("classes"), list(data.classes)
+    was = [class_name(str(name)) for name in was] if isinstance(was, list) else now  # older checkpoints do not tell
+    if was != now:  # an output is a class by its place
+        changes = [(name, new) for name, new in zip_longest(was, now, fillvalue="none") if name != new]
+        shown = few([f"{new} was {name}" for name, new in changes])
+        raise SetupError(
+            f"the classes of data.name={data.name} are others, or in another order, than this run was trained on "
+            f"({shown}): put the old names back, {ANEW}"
+        )
+    before, exchanged = state.tensors.get("samples", {}), set[str]()
+    for (role, here), part in zip(samples.items(), data.sources or (data.train, data.val), strict=False):
+        old = before.get(role)
+        if old is None or len(here) == 2 or not torch.equal(here[:2], old[:2]) or part.labels.ndim > 1:
             continue
-        labels = part.labels[_sized(len(part))]
-        others = (now[2:] != before[2:]).numpy()
+        labels, others = part.labels[_sized(len(part))], (here[2:] != old[2:]).numpy()
         for label in np.unique(labels[others]).tolist():
             if (labels == label).sum() > 1 and others[labels == label].mean() > 0.5:
                 exchanged.add(data.classes[label])
-    exchanged = world.broadcast_object(sorted(exchanged))
-    if exchanged:
+    if found := world.broadcast_object(sorted(exchanged)):
         raise SetupError(
-            f"most photos of {few(exchanged)} have other sizes than when this run began, under the same names: class "
+            f"most photos of {few(found)} have other sizes than when this run began, under the same names: class "
             f"folders changed places, or all were written anew: put them back, {ANEW}"
         )
     return samples
-
-
-def _check_classes(data: Datasets, state: State) -> None:
-    """An output is a class by its place: raises SetupError where a checkpoint has others, or in another order."""
-    was, now = state.facts.get("classes"), list(data.classes)
-    if not isinstance(was, list):  # older checkpoints do not tell
-        return
-    was = [class_name(str(name)) for name in was]
-    if was == now:
-        return
-    gone, new = [name for name in was if name not in now], [name for name in now if name not in was]
-    if gone or new:
-        changes = [f"{what}: {few(names)}" for what, names in (("gone", gone), ("new", new)) if names]
-        problem = f"not those that this run was trained on ({'; '.join(changes)})"
-    else:
-        problem = f"in another order than this run was trained on ({few(was)} then, {few(now)} now)"
-    raise SetupError(f"the classes of data.name={data.name} are {problem}: put the old names back, {ANEW}")
 
 
 def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
@@ -171,10 +151,9 @@ def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     if not changes:
         return
     before = state.facts.get("steps_per_epoch", steps)
-    consequences = ["what is held out now may have been trained on, and the best so far is of other images"] * others
-    consequences += [f"an epoch is {steps:,} steps and was {before:,}"] * (before != steps)
-    path = resolved.tracker.path
-    if state.position.step >= total_steps and path is not None:
+    changes += ["what is held out now may have been trained on, and the best so far is of other images"] * others
+    changes += [f"an epoch is {steps:,} steps and was {before:,}"] * (before != steps)
+    if state.position.step >= total_steps and (path := resolved.tracker.path) is not None:
         words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
-        consequences += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
-    resolved.tracker.say(f"  the images changed since then: {'; '.join([*changes, *consequences])}")
+        changes += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
+    resolved.tracker.say(f"  the images changed since then: {'; '.join(changes)}")

@@ -89,12 +89,6 @@ def test_a_length_that_is_nonsense_allocates_nothing(block):
         cache_blocks.read(block, KEY, 0)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.block")
-    with pytest.raises((OSError, DamagedError)):
-        cache_blocks.read(tmp_path / "a.block", KEY, 0)
-
-
 def test_it_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))

@@ -9,7 +9,6 @@ from tests.data.photo_folders import photo_set
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.stored import Format, pack
 from trainer.data.folders.photo_folders import PhotoFolder
-from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
 
@@ -68,9 +67,3 @@ def test_a_root_is_the_same_however_it_is_typed(photos, monkeypatch):
     assert len({tuple(map(bytes, packing_of(root).keys)) for root in typed}) == 1
     names = [homes.name_of(DataRecipe(root=str(root)), HOW) for root in typed]
     assert len({*names}) == 1 and names[0] != homes.name_of(DataRecipe(root=str(photos), labels="a.csv"), HOW)
-
-
-def test_a_folder_that_is_a_file_is_one_line(photos):
-    (photos.parent / "cache").write_text("")
-    with pytest.raises(SetupError, match=r"/cache .*data\.cache_dir="):
-        opened(photos)

@@ -72,21 +72,3 @@ def test_what_changes_one_photo_changes_one_block(photos, tmp_path):
 def test_another_preparation_is_another_block(photos, how):
     root, names = photos
     assert not keys(pack([folder(root, names)], HOW)) & keys(pack([folder(root, names)], how))
-
-
-def test_names_that_are_no_utf_8(tmp_path):
-    name = os.fsdecode(b"\xff\xfe.jpg")
-    (tmp_path / name).write_bytes(b"x")
-    assert pack([folder(tmp_path, [name])], HOW).paths == [[os.fsencode(tmp_path / name)]]
-
-
-def test_a_photo_that_is_gone_has_a_place_and_another_key_once_it_is_back(tmp_path):
-    gone = pack([folder(tmp_path, ["gone.jpg"])], HOW)
-    (tmp_path / "gone.jpg").touch()
-    back = pack([folder(tmp_path, ["gone.jpg"])], HOW)
-    assert gone.places[0].tolist() == back.places[0].tolist() == [[0, 0]] and (gone.keys != back.keys).any()
-
-
-def test_nothing_to_pack(tmp_path):
-    packing = pack([folder(tmp_path, [])], HOW)
-    assert packing.keys.shape == (0, 16) and packing.places[0].shape == (0, 2)

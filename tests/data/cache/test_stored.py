@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from tests.data.photos.test_lazy_images import saved, scene
-from trainer.data.cache.building import build, make, missing
-from trainer.data.cache.cache_blocks import read
+from trainer.data.cache.building import make, missing
 from trainer.data.cache.stored import CachedFolder, Format, block_path, pack, picture_of, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_image
@@ -95,22 +94,3 @@ def test_a_damaged_photo_is_prepared_anew_and_its_block_goes(cache, damage):
         path.write_bytes(raw[::-1])
     assert all(torch.equal(pixels(folder.open(index, 3)[0]), was) for index, was in zip((0, 1, 3), wanted, strict=True))
     assert missing(packing, home) == [0], "what is damaged is made anew by the next run"
-
-
-def test_without_a_cache_the_pixels_are_those_it_would_have(cache):
-    folder, _, _ = cache
-    plain = PhotoFolder.__new__(PhotoFolder)
-    plain.__dict__.update({key: value for key, value in vars(folder).items() if key not in ("how", "home")})
-    assert torch.equal(pixels(CachedFolder(plain, folder.how).open(0, 3)[0]), pixels(folder.open(0, 3)[0]))
-
-
-def test_by_processes(cache, tmp_path):
-    folder, home, packing = cache
-    other = tmp_path / "other"
-    other.mkdir()
-    build(packing, folder.how, other, workers=2, show=False, patience=60)
-    key = packing.keys[0].tobytes()
-    for row in range(4):
-        one, two = (read(block_path(str(place), key), key, row) for place in (home, other))
-        assert (one is None) == (two is None) == (row == 2)
-        assert one is None or np.array_equal(one.data, two.data)

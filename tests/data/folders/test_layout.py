@@ -1,15 +1,11 @@
 """Folders as people lay them out: what is meant is found, or one sentence says what to type."""
 
 import re
-import subprocess
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
 from trainer.data import open_datasets
-from trainer.data.folders.photo_folders import class_counts
 from trainer.errors import SetupError
 from trainer.recipe import load
 
@@ -77,11 +73,6 @@ def flat(root):
         photo(root / f"{number}.jpg")
 
 
-def flat_with_table(root):
-    flat(root)
-    (root / "Labels.CSV").write_text("file,label\n0.jpg,cat\n")
-
-
 def no_train(root):
     photo_set(root, PETS, split=True, parts=("val",))
 
@@ -100,11 +91,6 @@ def split_below_classes(root):
         photo_set(root / name, {"train": 3, "val": 2})
 
 
-def one_full_folder(root):
-    photo_set(root / "images", PETS)
-    (root / "annotations").mkdir()
-
-
 def single_images(root):
     photo_set(root, {"cat": 1, "dog": 1})
 
@@ -117,18 +103,19 @@ def nothing(root):
     ("layout", "sentence"),
     [
         (one_class, "{root} holds one class, 'cat', and a classifier tells classes apart: put the images of each in"),
-        (deep, "{root} holds one folder, 'photos', and deeper in it cat, dog: data.root={root}/photos/pets"),
-        (deep_split, "{root} holds one folder, 'photos', and deeper in it train, val: data.root={root}/photos"),
+        (
+            deep,
+            "'photos', and a classifier tells classes apart: if what it holds (pets) is the data set, data.root=",
+        ),
+        (deep_split, "if what it holds (train, val) is the data set, data.root={root}/photos, else"),
         (
             flat,
             "{root} holds 4 images and no class folders; put each class's images in a folder of its own, {root}/<cl",
         ),
-        (flat_with_table, "if Labels.CSV holds their labels, data.labels={root}/Labels.CSV, else put"),
-        (no_train, "{root} holds val and no train; data.root={root}/val trains on that and holds out a part"),
-        (classes_beside_val, "mkdir {root}/train && mv {root}/cat {root}/dog {root}/train/"),
+        (no_train, "data.root={root}/val, which trains on that and holds out a part"),
+        (classes_beside_val, "{root} holds val and no train: move the classes to be trained to {root}/train, or"),
         (both_names, "{root} holds "),
         (split_below_classes, "each class holds train and val: put the classes into these, as in train/cat"),
-        (one_full_folder, "{root}: of its folders only images holds images: data.root={root}/images"),
         (single_images, "{root}: every class has one image, so none can be held out: give each two or more"),
         (nothing, "{root} holds no class folders and no images that can be read here (1 other file (.txt)); put each"),
     ],
@@ -161,18 +148,6 @@ def test_archives_and_addresses(root, says, name, tmp_path, monkeypatch):
     assert says in str(error.value)
 
 
-def test_what_was_to_be_typed_helps(tmp_path):
-    """The commands of the sentences, run as they stand."""
-    root = tmp_path / "my photos (1)"
-    root.mkdir()
-    classes_beside_val(root)
-    with pytest.raises(SetupError) as error:
-        opened(root)
-    command = "mkdir " + str(error.value).partition("mkdir ")[2]
-    subprocess.run(["bash", "-c", command], check=True, env={"PATH": "/usr/bin:/bin"})
-    assert opened(root).classes == ("cat", "dog"), command
-
-
 def test_a_class_with_one_image_trains_and_is_told(tmp_path):
     found = opened(photo_set(tmp_path, {"cat": 1, "dog": 9}))
     assert found.notes["classes"].startswith("cat 1 + 0, dog 7 + 2 ")
@@ -187,16 +162,3 @@ def test_what_lies_beside_the_classes_is_counted_once(tmp_path):
         for name in (".DS_Store", "notes.txt"):
             (root / name).write_text("junk")
         assert re.fullmatch(r"1 image [^;]*; 1 [^;]*\(\.DS_Store\); 1 [^;]*\(\.txt\)", opened(root).notes["ignored"])
-
-
-def test_how_many_times_as_many_images_is_told_of_classes_that_have_some():
-    parts = [SimpleNamespace(labels=np.repeat([0, 1], counts)) for counts in ((60, 4), (6, 1))]
-    told = class_counts(*parts, ("cat", "dog", "eel"), balanced=False)
-    assert re.search(r"\bcat .*\b15 .*\bdog\b", told["balance"]) and "eel" not in told["balance"]
-    assert "eel 0 + 0" in told["classes"]
-
-
-def test_of_many_classes_the_smallest_and_the_largest_are_told(tmp_path):
-    found = opened(photo_set(tmp_path, {f"c{n:02}": 2 + n % 3 for n in range(20)}))
-    told = found.notes["classes"]
-    assert told.startswith("fewest c00 1 + 1, c03 1 + 1, c06 1 + 1; most ") and told.count("+") == 7

@@ -1,7 +1,5 @@
 """What lies among photos and is none of them is left out, counted, and told in one line."""
 
-import os
-
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
@@ -43,28 +41,6 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     assert "(.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db)" in counted.notes["ignored"]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "remedy"),
-    [
-        (".avif", "pip install --upgrade pillow"),
-        (".jxl", "pip install pillow-jxl-plugin"),
-        (".NEF", "export them as JPEG"),
-    ],
-)
-def test_every_kind_of_photo_says_what_reads_it(root, monkeypatch, suffix, remedy):
-    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
-    (root / "val" / "dog" / f"a{suffix}").write_bytes(b"a photo")
-    assert opened(root).notes["ignored"] == f"1 {suffix} file: {remedy}"
-
-
-def test_a_class_of_nothing_but_such_photos_says_so(root, monkeypatch):
-    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
-    for image in (root / "train" / "dog").iterdir():
-        image.rename(image.with_suffix(".heic"))
-    with pytest.raises(SetupError, match=r"\bdog .*\b4 \.heic .*pip install pillow-heif"):
-        opened(root)
-
-
 def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     inputs = image_files(str(clutter(root) / "train" / "cat"), ())
@@ -84,25 +60,6 @@ def test_a_link_to_nothing_is_no_image(root, target):
         image.unlink()
     with pytest.raises(SetupError, match=r"\bcat .*\b1 link "):
         opened(root)
-
-
-def test_what_a_link_leads_to_is_asked_for_once(tmp_path, monkeypatch):
-    """By its entry of the folder, which keeps it: behind a network each question takes long."""
-    photo(tmp_path / "real" / "0.jpg")
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "1.jpg").symlink_to(tmp_path / "real" / "0.jpg")
-    asked, stat = [], os.stat
-    monkeypatch.setattr(os, "stat", lambda path, **more: asked.append(str(path)) or stat(path, **more))
-    found = listed(tmp_path / "links", LeftOut())
-    monkeypatch.undo()
-    assert found == ([], ["1.jpg"]) and not [path for path in asked if path.endswith("1.jpg")]
-
-
-def test_of_very_many_files_the_sizes_are_not_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(scanning, "ASKED", 2)
-    for name in "abc":
-        (tmp_path / f"{name}.jpg").touch()
-    assert len(listed(tmp_path, LeftOut())[1]) == 1
 
 
 def test_links_between_folders_are_followed_once(tmp_path):

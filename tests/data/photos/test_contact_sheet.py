@@ -8,7 +8,7 @@ from tests.command_line import QUIET, ok, result
 from tests.data.photo_folders import coloured, opened
 from trainer.data import open_datasets
 from trainer.data.photos import contact_sheet
-from trainer.data.photos.contact_sheet import CELL, FILE, LARGEST, MARGIN, NAMES, SMALL, TEXT, WIDTH
+from trainer.data.photos.contact_sheet import FILE, LARGEST, MARGIN, NAMES, SMALL, TEXT
 from trainer.recipe import load
 
 COLOURS = {"blue": (0, 0, 200), "red": (200, 0, 0)}
@@ -52,19 +52,6 @@ def test_of_many_classes_some_are_shown_and_odd_names_do_no_harm(tmp_path):
     recipe = load(None, "data.name=imagefolder", f"data.root={tmp_path}", "data.image_size=32")
     contact_sheet.write(tmp_path, open_datasets(recipe), recipe)
     assert Image.open(tmp_path / FILE).height == 2 * TEXT + 20 * (LARGEST + SMALL + 2 * MARGIN) + MARGIN
-
-
-@pytest.mark.parametrize("photos", [2, 3, 6, 20])
-def test_the_width_is_filled_and_no_image_is_tiny(photos, tmp_path):
-    for number in range(photos):
-        for name, colour in COLOURS.items():
-            coloured(tmp_path / "photos" / name / f"{number}.png", colour, seed=number)
-    recipe = load(None, "data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.image_size=32")
-    contact_sheet.write(tmp_path, open_datasets(recipe), recipe)
-    sheet = np.asarray(Image.open(tmp_path / FILE)).min(2)
-    right = np.flatnonzero(sheet[40:].min(0) < 250).max()
-    assert sheet.shape[1] - right <= max(2 * MARGIN, WIDTH - NAMES - LARGEST) and sheet.shape[1] <= WIDTH + MARGIN
-    assert right > NAMES + CELL
 
 
 def test_unreadable_photos_leave_room(root, tmp_path):

@@ -66,17 +66,6 @@ def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
         assert torch.cat(seen).tolist() == [*range(24), *range(4), *range(20, 24)]
 
 
-def test_a_copy_goes_past_the_computing_before_it():
-    with simulated(1) as machine:
-        copies, main = Copies(GPU), torch.cuda.current_stream()
-        before = torch.ones(4, device=GPU) * 2
-        event = main.record_event()
-        copied = copies.begin(torch.ones(4)).arrived()
-        assert not event.query() and copied.device == before.device
-        assert (copied + before).tolist() == [3.0] * 4
-        assert machine.errors == []
-
-
 def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():
     with simulated(1) as machine:
         copies, computing = Copies(GPU), torch.cuda.current_stream()

@@ -60,18 +60,6 @@ def test_as_much_smaller_as_is_allowed(tmp_path, least, factor):
     assert whole.shape[1:] == (-(-1046 // factor), -(-1203 // factor))
 
 
-def test_tiny_images_are_cut_where_the_box_is(tmp_path):
-    """A pixel of an image that is an eighth of the size is much, where eight of them are all."""
-    path = saved(tmp_path / "a.jpg", quality=100)
-    picture, whole, drawn = open_image(path, 3), read_image(path, 3), random.Random(0)
-    for _ in range(20):
-        side = drawn.randrange(64, 602)
-        top, left = drawn.randrange(HEIGHT - side + 1), drawn.randrange(WIDTH - side + 1)
-        part, wanted = picture.pixels((top, left, side, side), 8), whole[:, top : top + side, left : left + side]
-        one, other = (resized(image, [8, 8]).float() for image in (part, wanted))
-        assert (one - other).abs().mean() < 1.3, (top, left, side)
-
-
 @pytest.mark.parametrize("kind", ["cmyk.jpg", "gray.jpg", "progressive.jpg", "a.png", "a.webp"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_kind_of_file(tmp_path, kind, channels):
@@ -83,22 +71,6 @@ def test_every_kind_of_file(tmp_path, kind, channels):
     assert part.dtype == torch.uint8 and part.shape[0] == channels and min(part.shape[1:]) >= 60
     one, other = (resized(image, [32, 32]).float() for image in (part, whole[:, 100:500, 200:700]))
     assert (one - other).abs().mean() < 4
-
-
-def test_held_out_photos_are_nearly_those_of_a_full_decode(tmp_path):
-    path = saved(tmp_path / "a.jpg")
-    one, other = held_out(open_image(path, 3), 112), held_out(Picture.of(read_image(path, 3)), 112)
-    assert one.shape == other.shape == (3, 112, 112)
-    assert (one.float() - other.float()).abs().mean() < 2
-
-
-def test_extremes(tmp_path):
-    Image.fromarray(scene(2, 3000)).save(tmp_path / "a.jpg")
-    picture = open_image(str(tmp_path / "a.jpg"), 3)
-    assert picture.pixels((0, 2990, 1, 10), 224).shape == (3, 1, 10)
-    assert held_out(picture, 32).shape == (3, 32, 32)
-    tiny = Picture(1000, 1000, lambda _: torch.zeros(3, 2, 2, dtype=torch.uint8))
-    assert tiny.pixels((999, 999, 1, 1), 1).shape == (3, 1, 1), "of an image that is stored much smaller"
 
 
 @pytest.mark.parametrize("shape", [(2, 3000), (3, 2501), (3000, 2), (7, 1001), (100, 4001)])
@@ -130,12 +102,6 @@ def test_an_orientation_in_xmp_turns_too_however_small_it_becomes(tmp_path):
         assert small.shape[1] == round(1.5 * small.shape[2])
         near = vision.resize(wanted, list(small.shape[1:]), antialias=True)
         assert (small.int() - near.int()).abs().float().mean() < 5
-
-
-def test_pillows_limit_of_pixels_is_not_ours(tmp_path, monkeypatch):
-    path = saved(tmp_path / "a.jpg")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert open_image(path, 3).whole(30).numel() > 0
 
 
 @pytest.mark.parametrize("factor", [1, 2])

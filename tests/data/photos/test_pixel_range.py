@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import opened, read_image
-from trainer.data.photos.decoding import from_pillow, open_image
+from trainer.data.photos.decoding import open_image
 from trainer.errors import SetupError
 
 SAMPLE_FORMAT, PHOTOMETRIC = 339, 262
@@ -71,15 +71,6 @@ def test_sixteen_bits_are_as_bright_as_their_file_says_however_dark_the_image_is
     for high in (65535, 4095, 200):
         pixels = values(0, high, np.uint16)
         assert np.array_equal(gray(write(tmp_path / f"{high}.tif", pixels)), pixels >> 8)
-
-
-def test_an_image_of_pgm_with_16_bits_is_dark_where_it_is_dark(tmp_path):
-    """It was taken for one of 8 bits where its own values were below 256."""
-    pixels = values(0, 200, ">u2")
-    (tmp_path / "a.pgm").write_bytes(b"P5\n32 32\n65535\n" + pixels.tobytes())
-    assert not gray(tmp_path / "a.pgm").any()
-    (tmp_path / "b.pgm").write_bytes(b"P5\n32 32\n200\n" + pixels.astype(np.uint8).tobytes())
-    assert gray(tmp_path / "b.pgm").max() == 255  # this file tells its white
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -163,13 +154,6 @@ def test_bytes_stay_what_they_are_whatever_the_range_is(tmp_path):
         assert np.array_equal(gray(tmp_path / mode, (0, 4095)), np.asarray(image.convert("L")))
 
 
-def test_an_image_of_ones_own_is_asked_as_a_file_is():
-    pixels = values(0, 4095, np.uint16)
-    assert np.array_equal(from_pillow(Image.fromarray(pixels), 1, (0, 4095))[0].numpy(), wanted(pixels, 0, 4095))
-    with pytest.raises(ValueError, match=re.escape("data.pixel_range=[0,4095]")):
-        from_pillow(Image.fromarray(pixels.astype(np.int32)), 1)
-
-
 def photo_set(root, pixels):
     for label, name in enumerate("ab"):
         for number in range(5):
@@ -244,17 +228,6 @@ def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path)
     ok("predict", "checkpoint=run", f"data.root={root / 'b' / '0.tif'}", "output=one", cwd=tmp_path)
     rows = [line for line in (tmp_path / "all" / "predictions.csv").read_text().splitlines() if "b/0.tif" in line]
     assert (tmp_path / "one" / "predictions.csv").read_text().splitlines()[1:] == rows
-
-
-def test_predict_says_that_photos_of_another_kind_are_nearly_black(tmp_path):
-    root = photo_set(tmp_path / "photos", lambda n: values(0, 255, np.uint8, n))
-    words = ("recipe=digits", "data.name=imagefolder", f"data.root={root}", "data.image_size=24", "epochs=1")
-    ok(*QUIET, *words, "batch_size=4", "output=run", cwd=tmp_path)
-    deep = tiff(tmp_path / "deep.tif", values(0, 4000, np.uint16))
-    told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=one", cwd=tmp_path).stdout
-    assert "0 to 4000 of 65535" in told and "data.pixel_range=[0,4095]" in told
-    told = ok("predict", "checkpoint=run", f"data.root={deep}", "output=two", "data.pixel_range=[0,4095]", cwd=tmp_path)
-    assert "4000" not in told.stdout
 
 
 def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):

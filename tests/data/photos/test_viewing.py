@@ -30,12 +30,6 @@ def test_what_is_no_image_has_no_picture():
     assert held_out_pictures(data, []) is None
 
 
-def test_of_many_channels_the_first_is_shown():
-    data = open_datasets(load("digits"))
-    data = replace(data, mean=(0.0,) * 5, std=(1.0,) * 5)
-    assert as_pictures(data, torch.rand(2, 5, 4, 4)).shape == (2, 4, 4, 1)
-
-
 def test_photos_are_cut_as_for_evaluation(tmp_path):
     from PIL import Image
 

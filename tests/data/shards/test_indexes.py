@@ -49,18 +49,6 @@ def test_of_a_shard_that_has_changed_it_is_made_anew(shard):
     assert made(changed, how="otherwise")[1]
 
 
-def test_a_shard_by_another_name_has_its_own(shard, tmp_path):
-    made(shard)
-    os.rename(shard.path, tmp_path / "b.tar")
-    assert made(ShardFile.of(tmp_path / "b.tar"))[1]
-
-
-def test_through_a_link_it_is_the_same(shard, tmp_path):
-    made(shard)
-    (tmp_path / "link.tar").symlink_to(os.fsdecode(shard.path))
-    assert not made(ShardFile.of(tmp_path / "link.tar"))[1] and not made(shard)[1]
-
-
 def test_a_damaged_one_is_made_anew(shard):
     first, _ = made(shard)
     path, draw = path_of(shard), random.Random(0)
@@ -75,11 +63,6 @@ def test_a_damaged_one_is_made_anew(shard):
         assert same(made(shard)[0], first), number
     path.write_bytes(b"")
     assert made(shard)[1] and not made(shard)[1]
-
-
-def test_what_is_no_file_is_no_trouble(shard):
-    path_of(shard).mkdir(parents=True)
-    assert made(shard)[1] and made(shard)[1], "nothing is kept, and nothing breaks"
 
 
 def test_a_folder_that_cannot_be_written(shard, monkeypatch, tmp_path):

@@ -1,19 +1,13 @@
 """Shards as they are published: what trains, what is held out, what classes are called, and what is wrong."""
 
 import os
-import pickle
 
 import numpy as np
 import pytest
-import torch
 
-from tests.data.photo_folders import opened as opened_folder
-from tests.data.photo_folders import photo_set, read_image
 from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
-from trainer.data import open_datasets
 from trainer.data.folders.layout import Before
 from trainer.errors import SetupError
-from trainer.recipe import load
 
 PETS = {"cat": 5, "dog": 5}
 
@@ -186,17 +180,6 @@ def test_a_class_that_nothing_trains(tmp_path):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("label", "says"),
-    [(b'"%b"', r"a sample's class is 9{40}, and classes are numbers from 0"), (b"%b", r"a sample has .*\b0\.json\b")],
-)
-def test_a_class_number_of_thousands_of_digits(tmp_path, label, says):
-    told = b'{"label": ' + label % (b"9" * 5000) + b"}"
-    path = tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("0.json", told), *with_classes([1, 2], 1)])
-    with pytest.raises(SetupError, match=says):
-        opened(path)
-
-
 def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
     path = tarred(tmp_path / "a.tar", with_classes([*range(10)] * 3 + [1048000]))
     says = r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes them 1,048,001; correct it, or name all"
@@ -242,24 +225,3 @@ def test_a_folder_that_is_called_like_a_tar_and_a_link_to_nothing(tmp_path):
     os.mkfifo(tmp_path / "c.tar")
     with pytest.raises(SetupError, match=r"c\.tar .*not a file"):
         opened(tmp_path)
-
-
-def test_images_are_those_of_folders(tmp_path):
-    root = photo_set(tmp_path / "photos", PETS)
-    members = [(str(path.relative_to(root)), path.read_bytes()) for path in sorted(root.rglob("*.jpg"))]
-    found, folder = (
-        opened(tarred(tmp_path / "a.tar", members)),
-        opened_folder(root),
-    )
-    assert found.classes == folder.classes and found.image_size == folder.image_size
-    source = pickle.loads(pickle.dumps(found.train))
-    by_name = {str(path.relative_to(root)): path for path in root.rglob("*.jpg")}
-    for index in range(len(source)):
-        image, label = source.read(index, 3)
-        path = by_name[source.name(index).removeprefix("a.tar/")]
-        assert torch.equal(image, read_image(str(path), 3)) and found.classes[label] == path.parent.name
-
-
-def test_without_data_root():
-    with pytest.raises(SetupError, match=r"data\.name=shards.*type data\.root="):
-        open_datasets(load(None, "data.name=shards"))

@@ -41,19 +41,6 @@ def test_as_it_is_published(tmp_path):
     assert image.dtype == torch.uint8 and image.shape == (3, 30, 40) and label == 1
 
 
-@pytest.mark.parametrize("known", [0, 1])
-def test_paths_in_path_of_images_are_told_at_once(tmp_path, known):
-    """As the library `datasets` writes them that was not told to embed the files."""
-    cells = [{"bytes": IMAGES[0] if n < known else None, "path": f"{n}.jpg"} for n in range(25)]
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    pq.write_table(pa.table({"image": pa.array(cells, kind), "label": LABELS}), tmp_path / "a.parquet")
-    if known:  # one row without an image is told where it is read
-        assert len(opened(tmp_path / "a.parquet").train)
-        return
-    with pytest.raises(SetupError, match=r"a\.parquet.*\bimage\.bytes\b"):
-        opened(tmp_path / "a.parquet")
-
-
 def place(source, index):
     path, _, size, time, group, row = source.address(index).split(b"\0")
     return ShardFile(path, int(size), int(time)), int(group), int(row)
@@ -104,11 +91,6 @@ def test_classes_and_images_of_other_types(tmp_path, kind):
         rows = [int(part.name(n).rpartition("/")[2]) for n in range(len(part))]
         assert [found.classes[label] for label in part.labels] == [names[row] for row in rows]
         assert all(shards.encoded(*place(part, n)).tobytes() == IMAGES[row] for n, row in enumerate(rows))
-
-
-def test_blanks_around_a_name_are_no_part_of_it(tmp_path):
-    path = parquet(tmp_path / "a.parquet", IMAGES, [("cat", " cat", "dog ")[n % 3] for n in range(25)])
-    assert opened(path).classes == ("cat", "dog")
 
 
 def test_labels_without_names_are_numbers(tmp_path):

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from trainer.data.shards import indexes
 from trainer.data.shards.indexes import OPEN, ShardFile, opened
 
 
@@ -65,10 +64,3 @@ def test_a_shard_that_was_exchanged_is_noticed(tmp_path):
         file.truncate(100)
     with pytest.raises(OSError, match="was cut"):
         shard.read(90, 20)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.tar")
-    with pytest.raises(OSError, match="is not a file"):
-        ShardFile.of(tmp_path / "a.tar").read(0, 1)
-    assert indexes.opened.cache_info().currsize == 0

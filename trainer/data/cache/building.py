@@ -129,9 +129,9 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
 
 
 class Made(Enum):
-    """Result of making a block: it was built; it exists; another process builds it; its photos have changed."""
+    """Result of making a block: it was built; another process built or builds it; its photos have changed."""
 
-    BUILT, THERE, ELSEWHERE, EXCHANGED = range(4)
+    BUILT, ELSEWHERE, EXCHANGED = range(3)
 
 
 def task(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> tuple[Made, float]:
@@ -147,7 +147,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
     draft = path.with_suffix(cache_blocks.DRAFT)
     with locks.claimed(draft) as file:
         if file is None:
-            return Made.THERE if path.exists() else Made.ELSEWHERE
+            return Made.ELSEWHERE
         try:
             if not path.exists():
                 cache_blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
@@ -161,7 +161,7 @@ def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> Made:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(draft)  # still locked: nobody else writes to it
-    return Made.THERE
+    return Made.ELSEWHERE
 
 
 def _begin() -> None:

@@ -90,20 +90,6 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
     return Prepared(height, width, rows, columns, data)
 
 
-def count(path: str | Path) -> int:
-    """The number of entries of a block; 0 where it is damaged."""
-    try:
-        with open(path, "rb") as file:
-            table = np.frombuffer(file.read(4096 * ENTRY.itemsize), np.uint8)
-            size = os.fstat(file.fileno()).st_size
-    except OSError:
-        return 0
-    entries = table[: len(table) // ENTRY.itemsize * ENTRY.itemsize].view(ENTRY)
-    taken = np.flatnonzero(entries["bytes"])
-    first = int(entries["start"][taken[0]]) if len(taken) else size  # where the table ends
-    return first // ENTRY.itemsize if first % ENTRY.itemsize == 0 and first <= size else 0
-
-
 def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
     done = 0
     while done < buffer.nbytes:

@@ -36,7 +36,6 @@ class CacheFacts:
 
     path: Path
     size: int  # bytes on the disk
-    photos: int  # their number
     used: float  # when a process last opened it, in seconds since 1970
     about: dict[str, Any]  # the contents of `homes.ABOUT`
 
@@ -47,9 +46,6 @@ def command(words: Sequence[str]) -> int:
     if task in ("build", "make", "create"):
         return build(rest)
     options, names = split_words(rest, ("data.cache_dir", "yes"))
-    unknown = [name for name in names if "=" in name or name.startswith("-")]
-    if unknown:
-        raise RecipeError(f"'{unknown[0]}' is not a word of cache {task}: {USAGE}")
     there = list(caches(options.get("data.cache_dir")))
     if task in ("list", "ls") and not names:
         print(table(there), end="")
@@ -86,14 +82,8 @@ def caches(folder: str | None) -> Iterator[CacheFacts]:
 
 
 def facts(path: Path) -> CacheFacts:
-    size = photos = 0
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.name.endswith(cache_blocks.SUFFIX):
-                size += entry.stat().st_size
-                photos += cache_blocks.count(entry.path)
-    about = files.usable_json(path / homes.ABOUT)
-    return CacheFacts(path, size, photos, (path / homes.ABOUT).stat().st_mtime, about)
+    size = sum(block.stat().st_size for block in path.glob(f"*{cache_blocks.SUFFIX}"))
+    return CacheFacts(path, size, (path / homes.ABOUT).stat().st_mtime, files.usable_json(path / homes.ABOUT))
 
 
 def table(listed: Sequence[CacheFacts]) -> str:
@@ -105,8 +95,8 @@ def table(listed: Sequence[CacheFacts]) -> str:
         form = f"{cache.about.get('format', '?')} {cache.about.get('size', '?')}"
         days = (time.time() - cache.used) / 86400
         age = "today" if days < 1 else f"{days:.0f} days ago"
-        root = str(cache.about.get("root", "?"))
-        rows.append((cache.path.name, f"{cache.photos:,}", as_size(cache.size), form, age, root))
+        photos, root = (str(cache.about.get(key, "?")) for key in ("photos", "root"))
+        rows.append((cache.path.name, photos, as_size(cache.size), form, age, root))
     total = sum(cache.size for cache in listed)
     return "\n".join(readable.table(rows)) + f"\n\n{len(listed)} cache{'s' * (len(listed) != 1)}, {as_size(total)}\n"
 

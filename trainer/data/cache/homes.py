@@ -47,7 +47,8 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
         while lock is None:
             above.mkdir(parents=True, exist_ok=True)
             lock = _held(path, keep)
-        _describe(path, {"root": str(data.root), "format": how.layout, "size": how.size, "channels": how.channels})
+        facts = {"format": how.layout, "size": how.size, "channels": how.channels}
+        _describe(path, {"root": str(data.root), **facts, "photos": sum(map(len, packing.paths))})
     except TrainerError:
         raise
     except OSError as error:

@@ -18,7 +18,6 @@ from trainer.data.class_names import class_names
 from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
 from trainer.data.folders.scanning import LeftOut, few, images_below, listed
-from trainer.data.items import TARGETS
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe, Recipe
@@ -29,6 +28,8 @@ COLUMNS = ("\t", ",", ";")  # marks between columns: the first that the header h
 SEPARATOR = ";"  # between the classes of an image
 BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
 DIGITS = 10  # up to so many classes may have numbers as names
+
+Line = tuple[int, list[str]]  # its number and its cells
 
 WANTED = {
     "class": "a column with each image's class",
@@ -61,11 +62,11 @@ class Table:
         self.path = path
         header, lines = read_lines(path)
         (image,) = self._columns(header, "image_column", data.image_column or header[0])
-        self._wanted = self._columns(header, "label_column", data.label_column)
-        taken = (image, *self._wanted)
+        wanted = self._columns(header, "label_column", data.label_column)
+        taken = (image, *wanted)
         split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n not in taken), None)
-        labels = self._wanted or [n for n in range(len(header)) if n not in (split, image)]
-        if image and not self._wanted and len(labels) > 1:
+        labels = wanted or [n for n in range(len(header)) if n not in (split, image)]
+        if image and not wanted and len(labels) > 1:
             names = few([header[n] for n in labels], 6)
             raise SetupError(
                 f"{path}: data.image_column={header[image]} is not the first column, and of {names} some may be no "
@@ -91,9 +92,7 @@ class Table:
             columns.append(header.index(name))
         return columns
 
-    def _check_paths(
-        self, root: Path, header: Sequence[str], lines: Sequence[tuple[int, list[str]]], image: int
-    ) -> None:
+    def _check_paths(self, root: Path, header: Sequence[str], lines: Sequence[Line], image: int) -> None:
         """Refuse a table of which a row, or the header, names another thing than is meant."""
         if (root / plain(header[image])).is_file():
             raise SetupError(f"{self.path}, line 1 names an image: put a header above it, such as file,label")
@@ -103,24 +102,16 @@ class Table:
         number, cells = lost[0]
         more = f" ({len(lost)} of {len(lines)} rows name images that are not)" if len(lost) > 1 else ""
         start = f"{self.path}, line {number}: {root / plain(cells[image])} is not there{more}"
-        other = next((n for n, cell in enumerate(cells) if cell and (root / plain(cell)).is_file()), None)
-        if other is not None:
-            raise SetupError(f"{start}: data.image_column={header[other]} takes that column's paths")
         example = next(images_below(str(root), LeftOut()), None)
         if example is None:
             raise SetupError(f"{start}: {root} holds no images that can be read here")
         raise SetupError(
-            f"{start}: images are named by their whole paths below data.root={root}, such as {example}: correct the "
-            "line, or remove it"
+            f"{start}: column {header[image]} has whole paths below data.root={root}, such as {example}: correct or "
+            "remove the line, or type data.image_column= of another column"
         )
 
     def _rows(
-        self,
-        lines: Sequence[tuple[int, list[str]]],
-        image: int,
-        split: int | None,
-        labels: Sequence[int],
-        reads: Reads,
+        self, lines: Sequence[Line], image: int, split: int | None, labels: Sequence[int], reads: Reads
     ) -> list[tuple[str | None, Row]]:
         """Its rows, each with the part that it is in; only training images may have several rows."""
         known: dict[str, tuple[str | None, Row]] = {}
@@ -185,9 +176,8 @@ class Table:
             return tuple(named.names), matrices
         if reads in ("classes", "values") and self.columns:
             return self.columns, [self._matrix(rows) for rows in parts]
-        likely = next((name for name in self.columns if name.lower() in TARGETS), (*self.columns, "")[0])
-        choose = f": data.label_column={likely} takes that" if likely else ""
-        raise SetupError(f"{self.path} needs {WANTED[reads]}; its other columns are {few(self.columns, 6)}{choose}")
+        columns = f"its other columns are {few(self.columns, 6)}: data.label_column=NAME takes one"
+        raise SetupError(f"{self.path} needs {WANTED[reads]}; {columns}")
 
     def _check_classes(self, names: Sequence[str]) -> None:
         """Refuse several classes in a cell, and numbers of which hardly any comes twice: those are values to be
@@ -217,14 +207,14 @@ class Table:
         except ValueError:
             numbers = [math.nan]
         if not all(map(math.isfinite, numbers)):
-            some = len(row.cells) > 1 and not self._wanted
-            choose = f"; data.label_column=[{','.join(self.columns[:2])}] takes only these columns" if some else ""
-            commas = "; write a dot before decimals and nothing between thousands" * ("," in "".join(row.cells))
-            raise SetupError(f"{self.path}, line {row.number}: {few(row.cells)} are not all numbers{commas}{choose}")
+            raise SetupError(
+                f"{self.path}, line {row.number}: {few(row.cells)} are not all numbers: write a dot before decimals "
+                "and nothing between thousands, or choose columns, data.label_column=[A,B]"
+            )
         return numbers
 
 
-def read_lines(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+def read_lines(path: Path) -> tuple[list[str], list[Line]]:
     """A table's header, and its lines that are not empty with their numbers. Raises SetupError."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -248,8 +238,8 @@ def read_lines(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     header = lines[0][1]
     for number, cells in lines[1:]:
         if len(cells) != len(header):
-            several = "; classes of one image with ; between them need commas between columns" * (mark == SEPARATOR)
-            raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}{several}")
+            what = f"{len(cells)} cells with '{mark}' between them, and the header has {len(header)}"
+            raise SetupError(f"{path}, line {number}: {what}")
     return header, lines[1:]
 
 

@@ -9,7 +9,6 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -65,51 +64,31 @@ def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
     """Where `root` has its training and its held-out images; the latter are those of `test` where it is asked for.
     Raises SetupError."""
     folders, images = listed(root, LeftOut())
-    train, held_out = (_named(root, folders, names) for names in (TRAIN, TEST if test else HELD_OUT))
-    if train is not None and held_out is not None and _has_no_labels(root / held_out):
-        held_out = None
-    others = tuple(name for name in folders if name not in (train, held_out))
+    train, held_out = _named(root, folders, TRAIN), _held_out(root, folders, test)
     if train is not None:
         left.loose += len(listed(root, left)[1])  # else `classes_of` counts the images beside the classes
-        return ClassFolders(root / train, root / held_out if held_out else None, others)
-    if held_out is not None and others:
-        moved = " ".join(quote(str(root / name)) for name in others[:4]) + " ..." * (len(others) > 4)
-        train_at = quote(str(root / "train"))
-        raise SetupError(
-            f"{root} holds {held_out} and no train: if {few(others)} are classes to train, "
-            f"mkdir {train_at} && mv {moved} {train_at}/"
-        )
+        others = tuple(name for name in folders if root / name not in (root / train, held_out))
+        return ClassFolders(root / train, held_out, others)
     if held_out is not None:
+        alone = quote(f"data.root={held_out}")
         raise SetupError(
-            f"{root} holds {held_out} and no train; {_as_word(root / held_out)} trains on that and holds out a part"
+            f"{root} holds {held_out.name} and no train: move the classes to be trained to {root / 'train'}, or type "
+            f"{alone}, which trains on that and holds out a part"
         )
     if not folders:
         raise SetupError(_flat(root, images))
-    if len(folders) == 1:
-        _check_one(root, folders[0])
-    if root.absolute().name.lower() in TRAIN and (beside := _beside(root.absolute().parent, test)) is not None:
-        return ClassFolders(root, beside)
-    return ClassFolders(root, None)
+    above = root.absolute().parent
+    if root.absolute().name.lower() in TRAIN and os.access(above, os.R_OK):
+        held_out = _held_out(above, listed(above, LeftOut())[0], test)
+    return ClassFolders(root, held_out)
 
 
-def _beside(parent: Path, test: bool) -> Path | None:
-    """The held-out part of a folder; None also where the folder cannot be listed."""
-    folders: list[str] = []
-    wanted = TEST if test else HELD_OUT
-    with suppress(OSError):
-        folders = [name for name in os.listdir(parent) if name.lower() in wanted and (parent / name).is_dir()]
-    name = _named(parent, folders, wanted)
-    return parent / name if name is not None and not _has_no_labels(parent / name) else None
-
-
-def _has_no_labels(held_out: Path) -> bool:
-    """Whether it is a test folder without classes, as in competitions."""
-    return held_out.name.lower() in TEST and not listed(held_out, LeftOut())[0]
-
-
-def _as_word(root: Path) -> str:
-    """data.root of a folder, quoted for a shell."""
-    return quote(f"data.root={root}")
+def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
+    """The held-out part among a folder's folders; not a test part without classes, as competitions have one."""
+    name = _named(root, folders, TEST if test else HELD_OUT)
+    return (
+        None if name is None or (part_named(name) == "test" and not listed(root / name, LeftOut())[0]) else root / name
+    )
 
 
 def _named(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | None:
@@ -139,55 +118,32 @@ def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
 def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
     """Refuse a single class, and a split within each class. Raises SetupError."""
     # The folders within each class folder that hold its images.
-    inside = {
-        name: sorted({path.split("/")[1] for path in paths if path.count("/") > 1}) for name, paths in classes.items()
-    }
-    splits = [name for name in next(iter(inside.values())) if name.lower() in (*TRAIN, *HELD_OUT)]
-    if len(classes) > 1 < len(splits) and all(set(splits) <= set(names) for names in inside.values()):
+    inside = [{path.split("/")[1] for path in paths if path.count("/") > 1} for paths in classes.values()]
+    splits = sorted(filter(part_named, set.intersection(*inside)))
+    if len(classes) > 1 < len(splits):
         raise SetupError(
             f"{layout.train}: each class holds {' and '.join(splits)}: put the classes into these, as in "
             f"{splits[0]}/{next(iter(classes))}, not the other way round"
         )
-    if len(classes) > 1:
-        return
-    only, folders = next(iter(inside.items()))
-    start = f"{layout.train} holds one class, '{only}', and a classifier tells classes apart: "
-    if folders:
+    if len(classes) == 1:
+        (only,), deeper = classes, sorted(inside[0])
+        root = quote(f"data.root={layout.train / only}")
         raise SetupError(
-            f"{start}if the folders in it ({few(folders)}) are the classes, move them one level up, else put the "
-            "images of each class in a folder of its own"
+            f"{layout.train} holds one class, '{only}', and a classifier tells classes apart: "
+            + f"if what it holds ({few(deeper)}) is the data set, {root}, else " * bool(deeper)
+            + f"put the images of each in a folder of its own, {layout.train}/<class>"
         )
-    apart = f"{layout.train}/<class>" + (f" and {layout.held_out}/<class>" if layout.held_out else "")
-    raise SetupError(f"{start}put the images of each in a folder of its own, {apart}")
-
-
-def _has(folders: Iterable[str], names: Sequence[str]) -> bool:
-    return any(name.lower() in names for name in folders)
-
-
-def _check_one(root: Path, only: str) -> None:
-    """Refuse a folder that holds one folder, where that one holds the classes."""
-    place = root / only
-    folders, images = listed(place, LeftOut())
-    while len(folders) == 1 and not images and not _has(folders, TRAIN):
-        place /= folders[0]
-        folders, images = listed(place, LeftOut())
-    if _has(folders, TRAIN) or len(folders) > 1:
-        raise SetupError(f"{root} holds one folder, '{only}', and deeper in it {few(folders)}: {_as_word(place)}")
 
 
 def _flat(folder: Path, images: Sequence[str]) -> str:
     """The message for a folder without class folders."""
-    tables = sorted(entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(".csv"))
     apart = f"put each class's images in a folder of its own, {folder}/<class>/*.jpg"
-    if not images:
-        left = LeftOut()
-        listed(folder, left)
-        return f"{folder} holds no class folders and no images that can be read here{left.in_brackets()}; {apart}"
-    start = f"{folder} holds {len(images)} image{'s' * (len(images) > 1)} and no class folders; "
-    if tables:
-        return f"{start}if {tables[0]} holds their labels, {quote(f'data.labels={folder / tables[0]}')}, else {apart}"
-    return f"{start}{apart}, or name their labels in a table: data.labels=FILE.csv"
+    if images:
+        many = f"{len(images)} image{'s' * (len(images) > 1)} and no class folders"
+        return f"{folder} holds {many}; {apart}, or name their labels in a table: data.labels=FILE.csv"
+    left = LeftOut()
+    listed(folder, left)
+    return f"{folder} holds no class folders and no images that can be read here{left.in_brackets()}; {apart}"
 
 
 class Before(NamedTuple):

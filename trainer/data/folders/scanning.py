@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from shlex import quote
 
 from PIL import Image
 
@@ -181,11 +180,6 @@ def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
 def class_images(folder: Path, classes: Sequence[str], left: LeftOut) -> list[list[str]]:
     """For each class folder its images, subfolders included, as sorted paths below `folder`. Raises SetupError."""
     images = [sorted(images_below(os.path.join(folder, name), left, name)) for name in classes]
-    full = [name for name, paths in zip(classes, images, strict=True) if paths]
-    if len(full) == 1 < len(classes) and {path.count("/") for path in images[classes.index(full[0])]} != {1}:
-        raise SetupError(
-            f"{folder}: of its folders only {full[0]} holds images: {quote(f'data.root={folder / full[0]}')}"
-        )
     for name, paths in zip(classes, images, strict=True):
         if not paths:
             left = LeftOut()

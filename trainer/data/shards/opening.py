@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from trainer.recipe import Recipe
 
 THREADS = 16  # that make indexes: they wait for the disk
 PROGRESS = 5.0  # seconds between two lines of progress
-KINDS = {".tar": tars, ".parquet": parquet}
 
 
 class ShardSplit(NamedTuple):
@@ -97,7 +96,8 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
         paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
         parts = [parts[row] for row in wanted]
-    shards, indexes = indexed(paths)
+    found = indexed(paths)
+    indexes = [index for _, index in found]
     sample_parts = np.repeat(np.array(parts, object), [len(index) for index in indexes])
     if not any(parts):
         texts = any((index.labels >= 0).any() for index in indexes)
@@ -115,8 +115,8 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     if without and not before.test:  # as competitions give them out
         beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
         split, held_out, told = ShardSplit(split.train), np.zeros(len(train), bool), {}
-    whole = _photos(root, names, shards, indexes, classes)
-    notes = _notes(recipe, whole, indexes, shards, classes.labels, train | held_out) | classes.notes | told
+    whole = _photos(root, names, found, classes)
+    notes = _notes(recipe, whole, found, train | held_out) | classes.notes | told
     _check(recipe, root, classes, train, notes)
     if beside:
         notes["beside"] = f"not looked at in {root}: {few(beside)}"
@@ -133,12 +133,10 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         if not len(holds):
             raise SetupError(f"{root}: no image of {split.held_out} has a class")
     data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)
-    if isinstance(data.train, ImageSet) or recipe.data.cache != "off":
+    cost = next((index.contents.note for index in indexes if index.contents.note), "")
+    if not cost or isinstance(data.train, ImageSet) or recipe.data.cache != "off":
         return data
-    costs = [index.contents.note for index in indexes if index.contents.note]
-    if not costs:
-        return data
-    slow = f"each photo is read with its row group, {costs[0]}: data.cache=disk does so once and for all"
+    slow = f"each photo is read with its row group, {cost}: data.cache=disk does so once and for all"
     return replace(data, notes={**data.notes, "parquet": slow})
 
 
@@ -154,7 +152,7 @@ def split_of(parts: set[str], root: str, test: bool, most: int) -> tuple[ShardSp
     return ShardSplit(), {}
 
 
-def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
+def indexed(paths: Sequence[str]) -> list[tuple[ShardFile, ShardIndex]]:
     """The shards and their indexes, which are made where there are none. Raises SetupError."""
     printed, prints = time.monotonic(), place().local_rank == 0
     order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
@@ -165,17 +163,19 @@ def indexed(paths: Sequence[str]) -> tuple[list[ShardFile], list[ShardIndex]]:
             if prints and time.monotonic() - printed > PROGRESS:
                 printed = time.monotonic()
                 print(f"  shards: indexed {done:,} of {len(paths):,}, once for all runs", flush=True)
-        shards, indexes = zip(*(waiting[row].result() for row in range(len(paths))), strict=True)
+        return [waiting[row].result() for row in range(len(paths))]
     finally:
         pool.shutdown(cancel_futures=True)
-    return [*shards], [*indexes]
+
+
+def _kind(path: str) -> Any:
+    return parquet if path.endswith(".parquet") else tars
 
 
 def _index(path: str) -> tuple[ShardFile, ShardIndex]:
-    kind = KINDS.get(os.path.splitext(path)[1], tars)
     try:
         shard = ShardFile.of(path)
-        return shard, kind.index(shard)
+        return shard, _kind(path).index(shard)
     except SetupError:  # a kind of OSError
         raise
     except OSError as error:
@@ -183,35 +183,28 @@ def _index(path: str) -> tuple[ShardFile, ShardIndex]:
 
 
 def _photos(
-    root: Path, names: Sequence[str], shards: Sequence[ShardFile], indexes: Sequence[ShardIndex], classes: Classes
+    root: Path, names: Sequence[str], found: Sequence[tuple[ShardFile, ShardIndex]], classes: Classes
 ) -> ShardPhotos:
     """All samples of all shards."""
-
-    listed = (f"{name}/{each}" for name, index in zip(names, indexes, strict=True) for each in index.listed())
-    kinds = [KINDS.get(os.path.splitext(name)[1], tars).KIND for name in names]
-    begins = [in_shard(shard, kind) for shard, kind in zip(shards, kinds, strict=True)]
-    rows = np.repeat(np.arange(len(shards), dtype=np.int32), [len(index) for index in indexes])
-    places = np.concatenate([np.empty((0, 2), np.int64), *(index.places for index in indexes)])
+    listed = (f"{name}/{each}" for name, (_, index) in zip(names, found, strict=True) for each in index.listed())
+    begins = [in_shard(shard, _kind(name).KIND) for name, (shard, _) in zip(names, found, strict=True)]
+    rows = np.repeat(np.arange(len(found), dtype=np.int32), [len(index) for _, index in found])
+    places = np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)])
     return ShardPhotos(root, listed, classes.labels, begins, rows, places)
 
 
 def _notes(
-    recipe: Recipe,
-    whole: ShardPhotos,
-    indexes: Sequence[ShardIndex],
-    shards: Sequence[ShardFile],
-    labels: Array,
-    used: Array,
+    recipe: Recipe, whole: ShardPhotos, found: Sequence[tuple[ShardFile, ShardIndex]], used: Array
 ) -> dict[str, str]:
     """For a run's banner: what is left out."""
     left, wrong = LeftOut(empty=False), list[str]()
-    for shard, index in zip(shards, indexes, strict=True):
+    for shard, index in found:
         contents = index.contents
         left.inside(contents.left)
         if contents.broken:
             wrong.append(f"{shard}: {contents.broken}; {len(index):,} samples before that are whole")
         wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in contents.wrong.items()]
-    nameless = np.flatnonzero((labels < 0) & used)
+    nameless = np.flatnonzero((whole.labels < 0) & used)
     if len(nameless) and len(nameless) < used.sum():
         wrong.append(f"{_many(len(nameless))} no class ({whole.where(int(nameless[0]))})")
     if wrong and recipe.data.on_error == "stop":

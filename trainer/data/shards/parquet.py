@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,6 @@ from trainer.telemetry.readable import as_size
 
 KIND = b"parquet"
 KEPT = 2**28  # bytes of row groups that a process keeps
-SMALLEST = 32  # bytes of an image
 GROUP = 2**30  # bytes of images in a row group, at most
 BYTES, TEXT = ((kind, f"large_{kind}", f"{kind}_view") for kind in ("binary", "string"))
 
@@ -38,7 +38,7 @@ def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
     """An image's bytes, of a row of a row group. Raises OSError, ValueError."""
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
-        raise ValueError("the row holds no image's bytes")
+        raise ValueError("the row holds no image's bytes, perhaps a path")
     if value.size > LARGEST:
         raise ValueError(f"the image is larger than {LARGEST:,} bytes")
     return np.frombuffer(value, np.uint8).copy()  # the group need not stay for it
@@ -74,13 +74,6 @@ def look(shard: ShardFile) -> ShardIndex:
     except Exception as error:  # pyarrow raises anything at all for a damaged file
         return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
     sizes = [_bytes(group, image) for group in groups]
-    if sum(sizes) < SMALLEST * len(labels) and all(
-        column.null_count == len(column) for column in (_images(table, n, image) for n in range(len(groups)))
-    ):
-        raise SetupError(
-            f"{shard}: its column {image} holds no bytes, perhaps paths: write the images' bytes there, or type "
-            "data.name=imagefolder data.root=FOLDER"
-        )
     largest = max(sizes, default=0)
     if largest > GROUP:
         raise SetupError(
@@ -148,11 +141,10 @@ def _plain(kind: Any) -> Any:
 
 def names_in_schema(schema: Any, label: str) -> list[str] | None:
     """The names of the classes, where the schema has them as the library `datasets` writes them."""
-    try:
+    with suppress(KeyError, ValueError, TypeError):
         names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, ValueError, TypeError):
-        return None
-    return [str(name) for name in names] if isinstance(names, list) and names else None
+        return [str(name) for name in names] or None
+    return None
 
 
 _LOCK = threading.Lock()

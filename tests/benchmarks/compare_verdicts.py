@@ -1,31 +1,25 @@
 """How often `compare` is right: identical variants, and one that takes 10 % longer, on this machine.
 
     python tests/benchmarks/compare_verdicts.py
-    python tests/benchmarks/compare_verdicts.py --comparisons 5 --through-the-command-line
 
 Each comparison runs three variants of one recipe, interleaved: A, A again, and A slowed by 10 %. Asked is what it says
 of the first two (it should be "no difference shown") and of the first and the third ("slower"). The slowed model looks
 at how long each of its steps takes and idles for a tenth of that, so that it is 10 % slower whatever the machine does
 meanwhile.
-
-Every run is a fresh process with the words that the command line would get. Unless told otherwise it is forked from a
-server that has torch loaded, which saves the 4 s of starting Python and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare import compare, running
+from trainer.commands.compare import compare
 from trainer.commands.compare.significance import Difference, mean_and_std, ratios
 
 PLUGIN = """
@@ -51,28 +45,7 @@ def slowed(num_classes, channels, image_size):
     model.register_forward_pre_hook(idle)
     return model
 """
-PRELOADED = ["torchvision", "torch.utils.tensorboard", "sklearn.datasets", "trainer.training.loop", "trainer.__main__"]
 MODES = ("single", "single", "single model.name=slowed")
-
-
-def forked(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
-    """In place of `running.execute`: the same words in a fresh process that need not import torch again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    child = context.Process(target=_child, args=(list(command[3:]), str(log), dict(environment or {})))
-    child.start()
-    child.join()
-    return child.exitcode or 0
-
-
-def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
-    os.environ |= environment
-    from trainer import __main__ as command_line
-
-    with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
-        code = command_line.answer(words)
-        file.flush()
-    os._exit(code)
 
 
 def comparison(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -105,12 +78,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a run; default: as many as compare takes, about 4 s of them")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--slower", type=float, default=0.1)
-    parser.add_argument("--through-the-command-line", action="store_true")
     options = parser.parse_args()
     if options.repeats == 1:
         parser.error("--repeats: one repeat says nothing of the spread")
-    if not options.through_the_command_line:
-        running.execute = forked
     with tempfile.TemporaryDirectory() as home:
         Path(home, "slowed_model.py").write_text(PLUGIN.format(share=options.slower))
         os.environ["PYTHONPATH"] = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])

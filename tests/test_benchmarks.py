@@ -19,7 +19,7 @@ COMMANDS = [
     "loop_cost.py --steps 60 --pairs 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1 --megapixels 1",
-    "pipeline_tuning.py --model resnet18 --size 32 --batch 32 --rounds 1",
+    "pipeline_tuning.py --model resnet18 --size 64 --batch 48 --rounds 1",
     "plan_accuracy.py --rounds 1 --steps 4 --only resnet18",
     "pool.py tiny --items 2000 --rounds 1",
     "slow_network.py resnet18 --batch 8 --size 32 --rounds 1 --rate none",

@@ -2,11 +2,10 @@
 
     python -m tests.soak --minutes=120 --seed=1
 
-Ranks, launcher and helpers are killed, stopped and signalled, the disk fills, readers become slow and the clock jumps,
-as the seed says. At the end: the weights and losses of the undisturbed run, to the bit; memory that is flat, threads
-and open files that are bounded, and a goodput whose parts are all the seconds that went by. Steps are slowed down
-so that they last as long as asked for. Full disks need root, and jumps of the clock a C compiler: the system's is left
-alone.
+Ranks, launcher and helpers are killed, stopped and signalled, the disk fills and readers become slow, as the seed says.
+At the end: the weights and losses of the undisturbed run, to the bit; memory that is flat, threads and open files that
+are bounded, and a goodput whose parts are all the seconds that went by. Steps are slowed down so that they last as long
+as asked for. Full disks need root.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SLOW = 32  # of so many images one takes as long to read as all: a busy machine 
 EARLY = 0.3  # the part of hits that may strike a run before it is farther than ever
 CALM = (0.35, 0.55)  # the part of the time in which nothing is killed, so that a rank grows old
 CONTROL = "SOAK_CONTROL"  # the variable that names the file of what follows
-AHEAD, DELAY = struct.Struct("q"), struct.Struct("8xd")  # seconds that the clock is ahead; that reading an image takes
+DELAY = struct.Struct("d")  # seconds that reading an image takes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KINDS = {  # how often, and the exit codes that it may bring about
@@ -62,78 +61,9 @@ KINDS = {  # how often, and the exit codes that it may bring about
     "stop a rank for a moment": (3, set()),
     "stop all": (2, set()),
     "slow readers": (4, set()),
-    "clock": (4, set()),
 }
 GENTLE = [kind for kind, (_, codes) in KINDS.items() if not codes]
 ROOM, NEAR = 20 * 2**20, 1.05  # bytes, and times as much, that is as good as flat
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <semaphore.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile long long *ahead;
-
-__attribute__((constructor)) static void begin(void) {
-    const char *name = getenv("SOAK_CONTROL");
-    int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    void *map = file < 0 ? MAP_FAILED : mmap(0, 16, PROT_READ, MAP_SHARED, file, 0);
-    if (map != MAP_FAILED) ahead = map;
-    if (file >= 0) close(file);
-}
-
-static long long now_ahead(void) { return ahead ? *ahead : 0; }
-
-int clock_gettime(clockid_t which, struct timespec *when) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = real(which, when);
-    if (!failed && (which == CLOCK_REALTIME || which == CLOCK_REALTIME_COARSE)) when->tv_sec += now_ahead();
-    return failed;
-}
-
-int gettimeofday(struct timeval *restrict when, void *restrict zone) {
-    struct timespec now;
-    if (clock_gettime(CLOCK_REALTIME, &now)) return -1;
-    when->tv_sec = now.tv_sec, when->tv_usec = now.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *when) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (when) *when = now.tv_sec;
-    return now.tv_sec;
-}
-
-/* These wait by the kernel's clock, which has not jumped; what counts from the machine's start is no such number. */
-static struct timespec kernel(const struct timespec *until) {
-    struct timespec there = *until;
-    if (there.tv_sec > 1000000000) there.tv_sec -= now_ahead();
-    return there;
-}
-
-int pthread_cond_timedwait(pthread_cond_t *restrict c, pthread_mutex_t *restrict m, const struct timespec *restrict t) {
-    static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-    if (!real) real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
-    if (!real) real = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
-    struct timespec there = kernel(t);
-    return real(c, m, &there);
-}
-
-int sem_timedwait(sem_t *restrict s, const struct timespec *restrict t) {
-    static int (*real)(sem_t *, const struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "sem_timedwait");
-    struct timespec there = kernel(t);
-    return real(s, &there);
-}
-"""
 
 
 @functools.cache
@@ -143,7 +73,7 @@ def control() -> mmap.mmap | None:
     if name is None:
         return None
     with open(name, "r+b") as file:
-        return mmap.mmap(file.fileno(), 16)
+        return mmap.mmap(file.fileno(), DELAY.size)
 
 
 class Images:
@@ -256,17 +186,6 @@ def small_disk(path: Path, size: str) -> Iterator[bool]:
             subprocess.run(["umount", "-l", path], check=True)
 
 
-def with_clock(home: Path) -> dict[str, str]:
-    """Variables under which a process's clock can jump; empty where nothing compiles C."""
-    source, library = home / "clock.c", home / "clock.so"
-    source.write_text(CLOCK)
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return {}
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
-    return {"LD_PRELOAD": str(library)}
-
-
 class Soak:
     """A run that is disturbed for about so many seconds; `start` is as `Job` has it."""
 
@@ -301,10 +220,9 @@ class Soak:
         """Both runs to their ends, and what they come to."""
         undisturbed = Job(self.whole, *self.words, start=self.start)
         self.control = self.home / "control"
-        self.control.write_bytes(bytes(16))
+        self._set_delay(0.0)
         (self.home / "tmp").mkdir()
         os.environ |= {CONTROL: str(self.control), "TMPDIR": str(self.home / "tmp")}
-        os.environ |= with_clock(self.home) if "clock" in self.kinds else {}
         self.begun = time.monotonic()
         job = self._job()
         try:
@@ -357,13 +275,11 @@ class Soak:
         delay = max(0.0, left / 2 - 0.012) * 2 / BATCH
         if self.now < self.slow_until:
             delay = max(0.02, 10 * delay)
-        self._set(DELAY, delay)
+        self._set_delay(delay)
 
-    def _set(self, field: struct.Struct, value: float) -> None:
-        with self.control.open("r+b") as file:
-            place = field.size - 8
-            file.seek(place)
-            file.write(field.pack(value)[place:])
+    def _set_delay(self, delay: float) -> None:
+        with self.control.open("r+b" if self.control.exists() else "wb") as file:  # in place: ranks have mapped it
+            file.write(DELAY.pack(delay))
 
     def _strike(self, job: Job) -> bool:
         """Disturb it; whether there was something to disturb."""
@@ -398,10 +314,6 @@ class Soak:
                 self.later.append((self.now + seconds, victim))
             elif kind == "slow readers":
                 self.slow_until = self.now + self.dice.uniform(5, 20)
-            elif kind == "clock":
-                jump = round(self.dice.choice((-1, 1)) * 10 ** self.dice.uniform(0, 5))
-                note = f"{jump:+} s"
-                self._set(AHEAD, AHEAD.unpack(self.control.read_bytes()[:8])[0] + jump)
         self._count(kind, note)
         return True
 
@@ -485,7 +397,6 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(prefix="soak-"))
     with small_disk(home / "disk", "96m") as small:
         kinds = [kind for kind in KINDS if small or kind != "full disk"]
-        kinds = [kind for kind in kinds if shutil.which("cc") or kind != "clock"]
         if left_out := KINDS.keys() - kinds:
             print(f"not possible here: {', '.join(left_out)}")
         soak = Soak(home, 60 * asked.minutes, asked.seed, kinds)

@@ -1,6 +1,6 @@
 """Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
 
-    python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100 --unlocked=40 --renamed=40
+    python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100
 
 A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
 process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
@@ -14,7 +14,6 @@ import itertools
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,11 +29,9 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.command_line import blocks, environment, orphaned_blocks, result, steps
-from tests.data.photo_folders import coloured
 
 WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
 WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
-PHOTOS = ["data.name=imagefolder", "data.image_size=8", "data.channels=1", "data.workers=0"]
 PIPELINE = ["mode=pipeline", "pipeline.microbatches=4"]
 TWO, FOUR = "pipeline.cuts=['7']", "pipeline.cuts=['1','4','7']"  # by name: measured twice, two runs might differ
 REPLAYED = ["graphs=true", "plugin=tests.simulated.tape_plugin"]  # on a CPU that has graphs
@@ -162,7 +159,6 @@ class Job:
             "banner": lambda: "trainer 0.1.0" in self.text(),
             "compiled": lambda: "trainer 0.1.0" in self.text(),
             "steps": lambda: self._count(log) >= self.rows + target,
-            "saved": lambda: self._count(log) >= self.rows + target and any(checkpoints.glob("step-????????")),
             "evaluation": lambda: self._count(log) % 22 == 0 and self._count(log) > self.rows,
             "saving": lambda: checkpoints.is_dir() and any(".tmp-" in name for name in os.listdir(checkpoints)),
             "end": lambda: self._count(log) >= 6 * 22 > self.rows,
@@ -173,7 +169,7 @@ class Job:
                 return None
             assert time.monotonic() < deadline, f"no {phase} within two minutes:\n{self.text()}"
             time.sleep(0.002)
-        time.sleep(0 if phase in ("start-up", "steps", "saved", "saving") else pause)
+        time.sleep(0 if phase in ("start-up", "steps", "saving") else pause)
         return f"{time.monotonic() - self.begun:.2f} s, {self._count(log)} rows"
 
     @staticmethod
@@ -224,10 +220,6 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
         elif kind == "start":
             hit.victim = "the launcher"
             job.main.kill()
-        elif kind == "unlocked":
-            return take_over(job, hit)
-        elif kind == "renamed":
-            return other_photos(job, hit, dice)
         elif kind == "stop":
             rank, pid = dice.choice(sorted(job.ranks().items()))
             hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
@@ -265,72 +257,6 @@ def pause(job: Job, seconds: float) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         time.sleep(seconds if number is signal.SIGSTOP else 0)
-
-
-def take_over(job: Job, hit: Hit) -> Hit:
-    """Hold a run still, remove its lock and start another one in its folder: the first one ends, and writes no more."""
-    lock = job.folder / ".lock"
-    stopped = list(job.members())
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    lock.unlink(missing_ok=True)
-    other = Job(job.folder, *job.words)
-    try:
-        while not _read(lock):
-            assert other.main.poll() is None, other.text()
-            time.sleep(0.02)
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
-        hit.code, hit.seconds = job.end(60.0 * slack())
-        other.main.terminate()
-        code, _ = other.end(20.0 * slack())
-        # 3: what it was writing as it was stopped is gone
-        assert hit.code in (3, 8) or '"completed"' in _read(job.folder / "result.json"), (hit.code, job.text())
-        assert code in (0, 143, -signal.SIGTERM), (code, other.text())
-        assert "Traceback" not in job.text() + other.text(), job.text() + other.text()
-    finally:
-        other.clear()
-    hit.victim = f"beside {code}"
-    return hit
-
-
-def other_photos(job: Job, hit: Hit, dice: random.Random) -> Hit | None:
-    """Kill a run and change its photos: it does not go on with other classes or swapped ones, and a copy of it goes on
-    with other files of which it tells how many. Then all is as before."""
-    job.main.kill()
-    hit.code, hit.seconds = job.end(5.0 * slack())
-    if '"completed"' in _read(job.folder / "result.json"):
-        return None
-    root = next(Path(word[10:]) for word in job.words if word.startswith("data.root="))
-    kept = root.rename(root.with_name("kept"))
-    shutil.copytree(kept, root)
-    hit.victim, count = dice.choice(("renamed", "swapped", "added", "removed")), dice.randint(1, 40)
-    one, two = dice.sample(sorted(root.iterdir()), 2)
-    photos = sorted(one.iterdir())
-    if hit.victim == "renamed":
-        one.rename(root / "other")
-    elif hit.victim == "swapped":
-        one.rename(root / "aside"), two.rename(one), (root / "aside").rename(two)
-    for photo in dice.sample(photos, count) if hit.victim in ("added", "removed") else ():
-        photo.unlink() if hit.victim == "removed" else shutil.copy(photo, one / f"new {photo.name}")
-    told, code = {}, 3 * (hit.victim in ("renamed", "swapped"))
-    folder = job.folder if code else Path(shutil.copytree(job.folder, f"{job.folder} {job.mark}"))
-    again = Job(folder, *job.words)
-    try:
-        assert again.end(60.0 * slack())[0] == code and "Traceback" not in again.text(), again.text()
-        if code:
-            why = "folders changed places" if hit.victim == "swapped" else f" was {one.name}"
-            assert why in again.text(), again.text()
-            return hit
-        line = next(line for line in again.text().splitlines() if "the images changed since then" in line)
-        for what in ("added", "removed"):
-            told[what] = sum(int(found) for found in re.findall(rf"(\d+) {what}", line))
-        assert told == {what: count * (hit.victim == what) for what in told}, (hit.victim, count, line)
-    finally:
-        again.clear()
-        shutil.rmtree(root)
-        kept.rename(root)
-    return hit
 
 
 def check(hit: Hit, job: Job) -> None:
@@ -388,32 +314,24 @@ class Storms:
         self.whole: dict[str, Path] = {}
 
     def undisturbed(self, mode: str, words: list[str]) -> Path:
-        name = f"whole {mode}{' photos' * (PHOTOS[0] in words)}"
+        name = f"whole {mode}"
         if name not in self.whole:
             self.whole[name] = self.home / name
             self.finish(self.whole[name], *words)
         return self.whole[name]
-
-    def photos(self) -> list[str]:
-        """Words for a folder of photos of four classes."""
-        root = self.home / "photos"
-        for number in range(960) if not root.exists() else ():
-            kind = number % 4
-            coloured(root / f"class{kind}" / f"{number // 4}.png", (60 * kind, 90, 60), (8, 8), number)
-        return [*PHOTOS, f"data.root={root}"]
 
     def storm(self, mode: str, kinds: list[str]) -> list[Hit]:
         """Hit one run again and again, end it undisturbed, and compare."""
         self.count += 1
         dice = random.Random(f"{self.seed} {self.count}")
         folder = self.home / f"{self.count} {mode}"
-        words = [*WORDS, *(MODES | SLOW_STARTS)[mode], *(self.photos() if "renamed" in kinds else [])]
+        words = [*WORDS, *(MODES | SLOW_STARTS)[mode]]
         soon = [f"timeout={TIMEOUT}"] if {"stop", "pause"} & {*kinds} else []
         hits: list[Hit] = []
         for kind in kinds:
-            under_way = dict.fromkeys(("stop", "pause", "unlocked"), PHASES[3:7])
+            under_way = dict.fromkeys(("stop", "pause"), PHASES[3:7])
             usual = (*PHASES, *mode.split()[1:] * 8) if mode in SLOW_STARTS else PHASES
-            phases = {"start": PHASES[:1], "renamed": ("saved",), **under_way}.get(kind, usual)
+            phases = {"start": PHASES[:1], **under_way}.get(kind, usual)
             torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
             job = Job(folder, *words, *soon, torchrun=torchrun, start=self.start)
             phase = dice.choice(phases)
@@ -477,15 +395,7 @@ def hear_signals() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in (
-        ("kills", 40),
-        ("signals", 60),
-        ("stops", 20),
-        ("pauses", 10),
-        ("starts", 20),
-        ("unlocked", 10),
-        ("renamed", 10),
-    ):
+    for name, count in (("kills", 40), ("signals", 60), ("stops", 20), ("pauses", 10), ("starts", 20)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--warm", action="store_true", help="jobs are forked from a process that has imported torch")
@@ -504,8 +414,6 @@ def main() -> None:
             (("stop",), asked.stops, several),
             (("pause",), asked.pauses, several),
             (("start",), asked.starts, usual),
-            (("unlocked",), asked.unlocked, usual),
-            (("renamed",), asked.renamed, usual),
         ):
             if modes and (hits := storms.run(kinds, count, modes)):
                 seconds = sorted(hit.seconds for hit in hits)

@@ -171,21 +171,6 @@ def test_cut_off_it_has_brought_home_what_was_done(number, machine):
     assert "minutes=" in (machine / "out" / "parts.log").read_text()
 
 
-def test_what_is_too_large_stays_where_it_is(tmp_path):
-    home, out = tmp_path / "home", tmp_path / "out"
-    (home / "proof" / "logs").mkdir(parents=True)
-    out.mkdir()
-    (home / "proof" / "proof.png").write_bytes(b"\0" * (first_minutes.LARGEST + 1))
-    (home / "proof" / "proof.md").write_text("right")
-    for name, size in (("small", 10), ("huge", first_minutes.LARGEST)):
-        (home / "proof" / "logs" / f"{name}.log").write_bytes(b"\0" * size)
-    first_minutes.bring(home, out)
-    first_minutes.bring_logs(home, out)
-    assert sorted(path.name for path in out.iterdir()) == ["logs.tar.gz", "proof.md"]
-    with tarfile.open(out / "logs.tar.gz") as archive:
-        assert archive.getnames() == ["small.log"]
-
-
 @pytest.mark.parametrize("net", [*first_minutes.NETS, *first_minutes.TINY], ids=lambda net: net.title)
 def test_words_of_its_runs_are_words_of_recipes(net):
     assert load(None, *net.run_of(12, *first_minutes.COMPARED.split(), "mode=single")).batch_size == net.batch

@@ -12,7 +12,6 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,16 +92,11 @@ def test_recipes_into_a_reader_that_leaves() -> None:
     ("words", "names"),
     [
         (["recips"], f"'recips' recipes? {' '.join(COMMANDS)}"),
-        (["resnet50"], "resnet50"),
-        (["--foo", "2"], "foo"),
         (["doctor", "now"], "doctor"),
-        (["completion", "fish"], "'fish'"),
         (["train", "epochs"], "'epochs' key=value"),
         (["recipe=digts"], "recipe=digits?"),
-        (["recipes", "digts"], "recipe=digits?"),
         (["recipe=digits", "optimzer.lr=1"], "optimzer optimizer?"),
         (["recipe=digits", "recipe=mnist"], "recipe=digits recipe=mnist"),
-        (["recipe="], "recipe= empty"),
         (["recipe=digits", "nproc=x"], "nproc=x"),
         (["recipe=digits", "mode=local_sgd", "nproc=3", "batch_size=64"], "3 batch_size=63 66"),
         (["recipe=digits", "mode=single", "nproc=2"], "mode=single 2"),
@@ -111,9 +105,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["recipe=digits", "checkpoint=runs/x"], "checkpoint= evaluate"),
         (["recipe=digits", "plugin=trainer_test_absent", "mode=single"], "plugin=trainer_test_absent"),
         (["evaluate"], "checkpoint="),
-        (["evaluate", "batch_size=5"], "checkpoint="),
         (["evaluate", "checkpoint=x", "nproc=2"], "nproc= torchrun"),
-        (["evaluate", "checkpoint=x", "recipe=digits"], "recipe="),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,20 +140,6 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
     assert as_rank(RANK_1) == ""
     monkeypatch.setenv(family.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
     assert as_rank(RANK_0) == ""
-
-
-def test_ctrl_c_after_the_last_word_shows_nothing() -> None:
-    code = """
-import atexit, os, signal, sys
-from trainer.__main__ import main
-sys.argv = ["trainer", "recipes"]
-atexit.register(os.kill, os.getpid(), signal.SIGINT)
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_rank_that_woke_another_has_failed_before_it(
@@ -220,9 +198,11 @@ class OutOfMemoryError(RuntimeError):
         (PeerError("gone"), 7, "gone"),
         (DeviceMemoryError("too big"), 6, "too big"),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
-        (MemoryError(), 6, "out of memory: lower batch_size, or raise accumulate"),
         (OutOfMemoryError("CUDA: tried to allocate 3 GiB"), 6, "out of memory: lower batch_size, or raise accumulate"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 6, "out of memory: "),
+        (RuntimeError("CUDA driver error: out of memory"), 6, "out of memory: "),
+        (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), 6, "out of memory: "),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), 6, "out of memory: "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 28, "the disk is full at /data/x: "),
         (
@@ -248,7 +228,6 @@ class OutOfMemoryError(RuntimeError):
             "compiling it; rm /tmp/torchinductor_me/zv/cz.main.so, and the next run compiles it again",
         ),
         (ImportError("/home/me/lib/mine.so: file too short"), 1, "ImportError: /home/me/lib/mine.so: file too short"),
-        (ImportError("mine.so: undefined symbol"), 1, "ImportError: mine.so: undefined symbol"),
         (
             RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"),
             2,
@@ -264,7 +243,6 @@ class OutOfMemoryError(RuntimeError):
             "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8",
         ),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
-        (RuntimeError("size mismatch"), 1, "RuntimeError: size mismatch"),
     ],
 )
 def test_explain(error: BaseException, code: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,12 +268,6 @@ PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in hidd
     [
         ({"omegaconf", "yaml"}, ["version"], "omegaconf pyyaml"),
         ({"pydantic", "xxhash"}, ["recipe=digits", "mode=ddp", "nproc=2"], "pydantic xxhash"),
-        pytest.param(
-            {"safetensors"},
-            ["recipe=digits", "mode=single", "max_steps=1"],
-            "safetensors",
-            marks=pytest.mark.full("as torch, which takes less to look for"),
-        ),
         ({"torch"}, ["recipe=digits", "mode=single", "max_steps=1"], "torch"),
         ({"matplotlib", "scipy"}, ["compare", "recipe=digits", "modes=[single]", "max_steps=2"], "matplotlib scipy"),
     ],
@@ -316,25 +288,6 @@ def test_every_declared_library_can_be_named_as_missing() -> None:
     assert sorted(LIBRARIES.values()) == sorted(re.match(r"[\w-]+", line)[0] for line in needed)
 
 
-def test_training_happens_here_with_the_plugin_and_the_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[object] = []
-    stand_in = SimpleNamespace(
-        run=lambda recipe, own_process: ran.append(recipe), evaluate_run=lambda *words: ran.append(words)
-    )
-    for name in ("trainer.training.loop", "trainer.commands.evaluate"):
-        monkeypatch.setitem(sys.modules, name, stand_in)  # type: ignore[arg-type]
-        monkeypatch.setattr(name, stand_in, raising=False)
-    monkeypatch.setattr(launching, "load_plugin", lambda name: ran.append(name))
-    own = ("mode=single", "plugin=mine", "model.name=my_net", "data.name=my_data")
-    assert outcome(capsys, *own, "epochs=3")[0] == 0
-    assert ran[0] == "mine"
-    assert ran[1].to_dict() == load(None, "mode=single", "model.name=my_net", "data.name=my_data", "epochs=3").to_dict()  # type: ignore[attr-defined]
-    assert outcome(capsys, "evaluate", "batch_size=7", "checkpoint=runs/x")[0] == 0
-    assert ran[2:] == [None, ("runs/x", "batch_size=7")]
-
-
 def test_several_ranks_are_started_with_the_same_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,14 +301,7 @@ def test_several_ranks_are_started_with_the_same_words(
     assert code == 2 and "max_restarts=often" in line
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("recipe=digits", "mode=single"),
-        ("predict", "checkpoint=x"),
-        ("runs",),
-    ],
-)
+@pytest.mark.parametrize("words", [("recipe=digits", "mode=single"), ("predict", "checkpoint=x"), ("runs",)])
 def test_in_a_deleted_folder_every_command_says_so(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -406,14 +352,6 @@ def test_a_library_without_room_on_a_full_card_is_out_of_memory(monkeypatch, tex
     assert not is_out_of_memory(RuntimeError(text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["CUDA driver error: out of memory", "NCCL error: Cuda failure 2 'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED"],
-)
-def test_other_words_for_out_of_memory(text):
-    assert explain(RuntimeError(text))[1] == 6
-
-
 @pytest.mark.slow
 def test_files_called_like_libraries_are_not_run(tmp_path):
     """Neither by a launcher nor by its ranks; and what does lie there is found."""
@@ -426,13 +364,6 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
         (tmp_path / f"{name}.py").unlink()
     (tmp_path / "mine.py").write_text("print('the plugin is found', flush=True)\n")
     assert "the plugin is found" in ok(*words, "mode=single", "plugin=mine", cwd=tmp_path).stdout
-
-
-def test_too_little_memory_to_load_torch_is_no_wrong_pair(tmp_path):
-    command = f"ulimit -v 1048576; exec {sys.executable} -m trainer recipe=digits mode=single"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
-    assert "ulimit -v unlimited" in done.stderr and "anew" not in done.stderr
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """How often `compare` is right: identical variants, and one that takes 10 % longer, on this machine.
 
     python tests/benchmarks/compare_verdicts.py
-    python tests/benchmarks/compare_verdicts.py --comparisons 5 --through-the-command-line
 
 Each comparison runs three variants of one recipe, interleaved: A, A again, and A slowed by 10 %. Asked is what it says
 of the first two (it should be "no difference shown") and of the first and the third ("slower"). The slowed model looks
 at how long each of its steps takes and idles for a tenth of that, so that it is 10 % slower whatever the machine does
 meanwhile.
-
-Every run is a fresh process with the words that the command line would get. Unless told otherwise it is forked from a
-server that has torch loaded, which saves the 4 s of starting Python and nothing else.
 """
 
 from __future__ import annotations
@@ -83,12 +79,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a run; default: as many as compare takes, about 4 s of them")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--slower", type=float, default=0.1)
-    parser.add_argument("--through-the-command-line", action="store_true")
     options = parser.parse_args()
     if options.repeats == 1:
         parser.error("--repeats: one repeat says nothing of the spread")
-    if not options.through_the_command_line:
-        warm.everything()
+    warm.everything()
     with tempfile.TemporaryDirectory() as home:
         Path(home, "slowed_model.py").write_text(PLUGIN.format(share=options.slower))
         os.environ["PYTHONPATH"] = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])

@@ -4,10 +4,6 @@
 
 Ours runs with its defaults (channels_last, fused optimizer, malloc thresholds) plus the options given. `tutorial` is
 NCHW fp32 without any of them; `tuned` is the same loop with the options given, channels_last and a fused optimizer.
-With `--words` ours runs a second time with more words, for example two stages on one card:
-
-    ... --words mode=pipeline 'devices=[cuda:0,cuda:0]' pipeline.microbatches=4
-
 They alternate, each in a fresh process; printed are medians and, round by round, ratios.
 """
 
@@ -58,26 +54,15 @@ def loop(options: argparse.Namespace, tuned: bool) -> float:
     return (options.steps - WARMUP) * options.batch / (time.perf_counter() - begun)
 
 
-def ours(options: argparse.Namespace, more: list[str]) -> float:
+def ours(options: argparse.Namespace) -> float:
     """Images a second as `result.json` has them."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "run")
         words = ["recipe=resnet50", "mode=single", f"model.name={options.model}", f"data.image_size={options.size}"]
-        words += [
-            f"batch_size={options.batch}",
-            f"precision={options.precision}",
-            f"compile={str(options.compile).lower()}",
-        ]
-        words += [
-            f"max_steps={options.steps}",
-            f"logging.warmup_steps={WARMUP}",
-            "augment.hflip=0",
-            "augment.crop=none",
-        ]
-        words += ["logging.progress=false", f"output={output}"] + (
-            [f"threads={options.threads}"] if options.threads else []
-        )
-        words = [word for word in words if word.partition("=")[0] not in {one.partition("=")[0] for one in more}] + more
+        words += [f"batch_size={options.batch}", f"precision={options.precision}", f"max_steps={options.steps}"]
+        words += [f"compile={str(options.compile).lower()}", f"logging.warmup_steps={WARMUP}", "augment.hflip=0"]
+        words += ["augment.crop=none", "logging.progress=false", f"output={output}"]
+        words += [f"threads={options.threads}"] if options.threads else []
         subprocess.run([sys.executable, "-m", "trainer", *words], check=True, stdout=subprocess.DEVNULL)
         return json.loads((output / "result.json").read_text())["throughput"]["samples_per_sec"]
 
@@ -93,7 +78,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--child", choices=["tutorial", "tuned"], help=argparse.SUPPRESS)
-    parser.add_argument("--words", nargs="*", default=[], help="key=value: a fourth variant, ours with these words")
     options = parser.parse_args()
     if options.child:
         print(loop(options, tuned=options.child == "tuned"))
@@ -109,9 +93,7 @@ def main() -> None:
     for _ in range(options.rounds):
         found["tutorial"].append(child("tutorial"))
         found["tuned"].append(child("tuned"))
-        found["ours"].append(ours(options, []))
-        if options.words:
-            found.setdefault("words", []).append(ours(options, options.words))
+        found["ours"].append(ours(options))
     print(f"{options.model}, {options.size} px, batch {options.batch}, {options.precision}, {options.rounds} rounds")
     print(f"{'':10} {'images/s':>9} {'ours / it: median':>18} {'min':>6} {'max':>6}")
     for name, rates in found.items():

@@ -7,7 +7,6 @@ Two worker processes of one thread each, random resized crop to 224, horizontal 
 (8 of large photos) on the CPU. The ways, which take turns, an epoch each:
 
     reference    torchvision's references/classification presets: ImageFolder, PIL, a DataLoader
-    simplejpeg   a DataLoader over simplejpeg, which decodes at the smallest scale that the crop allows (if installed)
     ffcv         FFCV's published method, written anew: raw uint8 of a shorter side of 256 in one memory-mapped file,
                  cropped in workers, normalised in batches
     photos       ours
@@ -56,30 +55,6 @@ def finished(image: Tensor) -> Tensor:
     """A uint8 (3, h, w) crop as the model wants it, flipped half of the times; still uint8."""
     small = vision.resize(image, [SIZE, SIZE], antialias=True)
     return small.flip(-1) if torch.rand(()) < 0.5 else small
-
-
-class SimpleJpeg(Dataset):
-    """Files, decoded by simplejpeg no larger than the crop needs."""
-
-    def __init__(self, folder: datasets.ImageFolder) -> None:
-        self.samples = folder.samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        import simplejpeg
-
-        path, label = self.samples[index]
-        data = Path(path).read_bytes()
-        height, width = simplejpeg.decode_jpeg_header(data)[:2]
-        top, left, h, w = boxed(height, width)
-        least = max(1.0, min(h, w) / SIZE)
-        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=int(height / least), min_width=int(width / least))
-        image = torch.from_numpy(pixels).permute(2, 0, 1)
-        scale = image.shape[1] / height
-        top, left, h, w = (int(side * scale) for side in (top, left, h, w))
-        return finished(image[:, top : top + max(1, h), left : left + max(1, w)]), label
 
 
 class Packed(Dataset):
@@ -193,12 +168,6 @@ def main() -> None:
             ]
         )
         ways = {"reference": theirs(datasets.ImageFolder(root / "photos", preset), size)}
-        try:
-            import simplejpeg  # noqa: F401
-
-            ways["simplejpeg"] = theirs(SimpleJpeg(files), size)
-        except ImportError:
-            print("simplejpeg is not installed: left out")
         ways["ffcv"] = theirs(Packed(files, root / "packed"), size)
         for epoch in ways.values():
             epoch(0)  # starts the workers, as torch does

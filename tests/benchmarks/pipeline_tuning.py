@@ -1,13 +1,12 @@
-"""How good the automatic pipeline is: against every other cut, against its bound, against one process.
+"""How good the automatic pipeline is: against its bound, and against one process.
 
-    python tests/benchmarks/pipeline_tuning.py                    # ResNet-50, 64 px, batch 384, two ranks of one thread
-    python tests/benchmarks/pipeline_tuning.py --batch 96 --no-sweep
+    python tests/benchmarks/pipeline_tuning.py             # ResNet-50, 64 px, batch 384, two ranks of one thread
+    python tests/benchmarks/pipeline_tuning.py --batch 96
 
 Everything happens in one pair of ranks, on synthetic images, forward and backward only, each figure the fastest of
 interleaved rounds:
 
 - auto: what `mode=pipeline` chooses by itself (cuts and micro-batches), with its schedule;
-- sweep: all cuts with 35 to 65 % of the cost before them x micro-batches x gpipe, 1f1b; the best five again;
 - bound: the rank with more work, which never waits: its stages' times are measured with the other rank idle;
 - single: one rank of one thread with the whole model at the same micro-batch size, the other idle.
 """
@@ -25,11 +24,9 @@ import torch
 
 from tests.contexts import mode_of
 from trainer.data import Batch
-from trainer.models.balance import block_costs
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes.base import Strategy
-from trainer.modes.pipeline import stages as staging
 from trainer.modes.pipeline.tuning import Plan
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.recipe import load
@@ -100,29 +97,6 @@ class Bench:
         self.world.barrier()
         return self.world.broadcast_object(seconds)
 
-    def sweep(self) -> dict[Plan, float]:
-        """The five best of all, each measured again."""
-        counts = [m for m in (4, 8, 12, 16, 24) if self.options.batch % m == 0]
-        costs = block_costs(self.traced, self.pipeline.sample(self.options.batch // counts[len(counts) // 2]))
-        total = sum(cost.forward + cost.backward for cost in costs)
-        before, cuts = 0.0, []
-        for cost, cut in zip(costs, self.traced.cuts, strict=False):
-            before += cost.forward + cost.backward
-            if 0.35 <= before / total <= 0.65:
-                cuts.append(cut)
-        cuts = self.world.broadcast_object(cuts)
-        every = [Plan((cut,), m, schedule) for cut in cuts for m in counts for schedule in ("gpipe", "1f1b")]
-        self.say(f"sweep: {len(every)} ways, cuts after {', '.join(cuts)}")
-        usual, staging.TRIAL_STEPS = staging.TRIAL_STEPS, (2, 2)  # a first look; the best are measured as usual
-        found = {way: self.step(way) for way in every}
-        staging.TRIAL_STEPS = usual
-        best = sorted(found, key=found.__getitem__)[:5]
-        again = {way: [found[way]] for way in best}
-        for _ in range(self.options.rounds):
-            for way in best:
-                again[way].append(self.step(way))
-        return {way: statistics.median(times[1:]) for way, times in again.items()}
-
 
 def report(bench: Bench) -> None:
     options, plan = bench.options, bench.pipeline.plan
@@ -141,14 +115,6 @@ def report(bench: Bench) -> None:
         f"   one process: {options.batch / statistics.median(singles):.1f} images/s\n"
         f"  / bound            {bound / auto:.3f}   stages alone, ms: {', '.join(f'{1e3 * s:.1f}' for s in stages)}"
     )
-    if options.sweep:
-        best = bench.sweep()
-        again = statistics.median(bench.step(plan) for _ in range(options.rounds))
-        for way, seconds in sorted(best.items(), key=lambda item: item[1]):
-            bench.say(
-                f"  {options.batch / seconds:6.1f} images/s  after {way.cuts[0]}, {way.microbatches}, {way.schedule}"
-            )
-        bench.say(f"  / best of sweep    {min(best.values()) / again:.3f}")
 
 
 def main() -> None:
@@ -158,7 +124,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=384)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *sys.argv]

@@ -2,7 +2,6 @@
 
     python tests/benchmarks/plan_accuracy.py                         # pipelines of two ranks of one thread
     python tests/benchmarks/plan_accuracy.py --mode ddp --rounds 5   # other modes
-    python tests/benchmarks/plan_accuracy.py --only resnet18 --auto  # the run chooses cuts and micro-batches itself
 
 In each round a plan is made and then run, so that both meet the machine in the same state; the run takes the plan's
 cuts and micro-batches. A line a round, and for each model the median of predicted / measured, which should lie between
@@ -53,11 +52,11 @@ def chosen(plan: dict[str, Any]) -> list[str]:
     return [*words, f"pipeline.microbatches={pipe['microbatches']}"]
 
 
-def once(base: list[str], auto: bool, steps: int) -> tuple[float, float, str]:
+def once(base: list[str], steps: int) -> tuple[float, float, str]:
     """Predicted and measured seconds of a step, and how the model was cut."""
     plan: dict[str, Any] = json.loads(trainer("plan", *base, "measured=here", "--json"))
     predicted = plan["prediction"]["step_seconds"]
-    fixed = [] if auto else chosen(plan)
+    fixed = chosen(plan)
     keys = {word.partition("=")[0] for word in fixed}
     again = [word for word in base if word.partition("=")[0] not in keys]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +77,6 @@ def main() -> None:
     parser.add_argument("--rounds", default=3, type=int)
     parser.add_argument("--steps", default=14, type=int)
     parser.add_argument("--only", choices=MODELS, action="append")
-    parser.add_argument("--auto", action="store_true")
     options = parser.parse_args()
     for name in options.only or MODELS:
         words = [f"mode={options.mode}", f"threads={options.threads}", "data.name=synthetic", *MODELS[name]]
@@ -86,7 +84,7 @@ def main() -> None:
         words += ["data.samples=4096"]
         ratios = []
         for _ in range(options.rounds):
-            predicted, measured, how = once(words, options.auto, options.steps)
+            predicted, measured, how = once(words, options.steps)
             ratios.append(predicted / measured)
             print(
                 f"{name:10} predicted {predicted:7.3f} s  measured {measured:7.3f} s  {ratios[-1]:.2f}  {how}",

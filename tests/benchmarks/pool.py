@@ -1,11 +1,8 @@
-"""What a DevicePool costs: items/s where the model costs nothing, and how far two workers carry where it is all.
+"""What a DevicePool costs: items/s where the model costs nothing.
 
     python tests/benchmarks/pool.py tiny       # one item at a time in and out, in order, and a plain queue of items
-    python tests/benchmarks/pool.py heavy      # ResNet-18 at 64 px: two workers over one
-    python tests/benchmarks/pool.py heavy --one cuda:0 --many cuda:0,cpu --items 20000    # a slow device beside a fast
 
-Every worker has one thread on the CPU, unless OMP_NUM_THREADS says otherwise. The variants alternate after a warm-up; a
-ratio is taken round by round.
+Every worker has one thread on the CPU, unless OMP_NUM_THREADS says otherwise. The variants alternate after a warm-up.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
-import torchvision
 
 from trainer import DevicePool, current_device
 
@@ -89,9 +85,6 @@ class Queues:
             worker.join()
 
 
-# --- rows 11 and 12 ---------------------------------------------------------------------------------------------------
-
-
 def tiny(options: argparse.Namespace) -> None:
     model, count, few = torch.nn.Linear(10, 4), options.items or 500_000, 2000
     items = torch.randn(count, 10)
@@ -115,35 +108,15 @@ def tiny(options: argparse.Namespace) -> None:
         print(f"{name:24}{statistics.median(found):12,.0f} items/s  ({min(found):,.0f} to {max(found):,.0f})")
 
 
-def heavy(options: argparse.Namespace) -> None:
-    model, count = torchvision.models.resnet18().to(memory_format=torch.channels_last), options.items or 1536
-    images = torch.randn(count, 3, 64, 64)
-    with (
-        DevicePool(options.one.split(","), Classifier, arguments=(model,), batch_size=options.batch) as one,
-        DevicePool(options.many.split(","), Classifier, arguments=(model,), batch_size=options.batch) as many,
-    ):
-        times: list[tuple[float, float]] = []
-        for _ in range(options.rounds + 1):
-            times.append((seconds(one.map(iter(images)), count), seconds(many.map(iter(images)), count)))
-    ratios = [alone / together for alone, together in times[1:]]
-    rates = [count / statistics.median(column) for column in zip(*times[1:], strict=True)]
-    print(
-        f"ResNet-18, 64 px, batches of {options.batch or 'growing size'}: {rates[1]:.1f} images/s on {options.many}, "
-        f"{rates[0]:.1f} on {options.one}; ratio {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}, {options.rounds} rounds)"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tiny", "heavy"])
-    parser.add_argument("--items", type=int, default=0, help="a round; default 500,000 for tiny, 1,536 for heavy")
+    parser.add_argument("what", choices=["tiny"])
+    parser.add_argument("--items", type=int, default=0, help="a round; default 500,000")
     parser.add_argument("--batch", type=int, help="heavy: of every batch; default: it grows")
     parser.add_argument("--one", default="cpu", help="heavy: devices")
-    parser.add_argument("--many", default="cpu,cpu", help="heavy: devices to compare with them")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    (tiny if options.what == "tiny" else heavy)(options)
+    tiny(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What gradients sent as bf16, and buckets of other sizes than torch's, gain on a network of 1 Gbit/s.
+"""What gradients sent as bf16 gain on a network of 1 Gbit/s.
 
     python tests/benchmarks/slow_network.py resnet50 --batch 32 --size 64
     python tests/benchmarks/slow_network.py vit_b_16 --batch 8 --size 224
@@ -7,13 +7,11 @@
 Two ranks of one thread in a network namespace of their own, whose loopback `tc`'s token bucket holds down; it carries
 what both ranks send, each of them as much as the other. Both have the model once for each variant, and take a step of
 each in turn, forward, backward and optimizer: a round. A ratio is taken round by round, of the slower rank's seconds.
-Buckets under ddp.compress are held against torch's own under ddp.compress.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -23,20 +21,15 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent.parent
-COMPRESS = "ddp.compress=bf16"
-VARIANTS: dict[str, tuple[list[str], int | None, str]] = {  # words, bucket_cap_mb, and what it is held against
-    "as it is": ([], None, "as it is"),
-    COMPRESS: ([COMPRESS], None, "as it is"),
-    "buckets of 5 MiB": ([], 5, "as it is"),
-    "buckets of 100 MiB": ([], 100, "as it is"),
-    f"{COMPRESS}, buckets of 5 MiB": ([COMPRESS], 5, COMPRESS),
+VARIANTS: dict[str, list[str]] = {
+    "as it is": [],
+    "ddp.compress=bf16": ["ddp.compress=bf16"],
 }
 
 
 def rank(options: argparse.Namespace) -> None:
     """Train; rank 0 prints the seconds of each round's steps."""
     import torch
-    from torch import nn
 
     from tests.contexts import mode_of
     from trainer.data import Batch
@@ -44,7 +37,6 @@ def rank(options: argparse.Namespace) -> None:
     from trainer.processes.resources import locate
     from trainer.recipe import load
 
-    plain_ddp = nn.parallel.DistributedDataParallel
     words = ["mode=ddp", "devices=[cpu]", "threads=1", f"model.name={options.model}"]
     world = locate(load(None, *words))
     world.connect(60.0)
@@ -54,8 +46,7 @@ def rank(options: argparse.Namespace) -> None:
         torch.randn(rows, *shape).contiguous(memory_format=torch.channels_last), torch.arange(rows) % 10, rows
     )
     modes = {}
-    for name, (more, bucket, _) in VARIANTS.items():
-        nn.parallel.DistributedDataParallel = functools.partial(plain_ddp, bucket_cap_mb=bucket)
+    for name, more in VARIANTS.items():
         recipe = load(None, *words, *more)
         torch.manual_seed(0)
         mode = mode_of(recipe, world, (rows, *shape))
@@ -103,9 +94,8 @@ def main() -> None:
         sys.exit(f"it ended with exit code {done.returncode}")
     rounds = json.loads(done.stdout.splitlines()[-1])
     print(f"{options.model}, {options.size} px, batch {options.batch}, {options.rate}, {len(rounds)} rounds")
-    names = [*VARIANTS]
-    for index, (name, (_, _, base)) in enumerate(VARIANTS.items()):
-        ratios = [steps[names.index(base)] / steps[index] for steps in rounds]
+    for index, name in enumerate(VARIANTS):
+        ratios = [steps[0] / steps[index] for steps in rounds]
         seconds = statistics.median(steps[index] for steps in rounds)
         print(
             f"  {name}: {seconds:.3f} s a step, {statistics.median(ratios):.3f} times as fast "

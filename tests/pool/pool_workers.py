@@ -19,25 +19,6 @@ def square(item):
     return item * item
 
 
-class Ahead:
-    """A batch of it waits until the next one has been looked at, and tells whether it was; 0 is in the last."""
-
-    def setup(self, device):
-        self.looked = threading.Semaphore(0)
-
-    def prepare(self, items):
-        self.looked.release()
-        return [(item, threading.current_thread().name) for item in items]
-
-    def batch(self, items):
-        self.looked.acquire()  # its own
-        last = not items[-1][0]
-        seen = last or self.looked.acquire(timeout=20)
-        if seen and not last:
-            self.looked.release()
-        return [(*item, seen) for item in items]
-
-
 class Foresight:
     """Looks at a batch while the one before takes its time; an item of 3 kills as it is looked at."""
 
@@ -49,16 +30,6 @@ class Foresight:
     def batch(self, items):
         time.sleep(0.01)
         return [-item for item in items]
-
-
-class Blind:
-    """Fails as it looks at an item of 3."""
-
-    def prepare(self, items):
-        return [1 / (item - 3) for item in items]
-
-    def batch(self, items):
-        return [int(item < 0) for item in items]
 
 
 def same(item):
@@ -73,31 +44,6 @@ def sleepy_square(item):
 def sleep(seconds):
     time.sleep(seconds)
     return seconds
-
-
-class Silent(ValueError):
-    def __str__(self):
-        match self.args[0]:
-            case 0:
-                raise ValueError("no words")
-            case 1:
-                raise SystemExit(3)
-            case 2:
-                return 5
-        return str(self)
-
-
-class SilentMemory(RuntimeError):
-    def __str__(self):
-        raise KeyboardInterrupt
-
-
-def fail_without_a_word(item):
-    if item < 4:
-        raise Silent(item)
-    if item < 6:
-        raise SilentMemory
-    return item
 
 
 def slow_first(item):
@@ -156,14 +102,6 @@ def mark_and_die_once(folder):
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return "done"
-
-
-class Seven:
-    def setup(self, device):
-        self.seven = torch.tensor(7, device=device)
-
-    def __call__(self, item):
-        return item + int(self.seven)
 
 
 class Classifier:
@@ -315,12 +253,6 @@ class Changing:
         return self.weights.sum().item()
 
 
-class Outer:
-    class Nested:
-        def __call__(self, item):
-            return item + 1
-
-
 class Picky(Exception):
     """Cannot be made anew from its arguments."""
 
@@ -365,22 +297,6 @@ def leave(item):
     os.closerange(3, 64)
 
 
-class Trap:
-    """Pickles, and unpickles in one process only."""
-
-    def __init__(self, pid):
-        self.pid = pid
-        if pid != os.getpid():
-            raise RuntimeError("not here")
-
-    def __reduce__(self):
-        return Trap, (self.pid,)
-
-
-def treacherous(item):
-    return Trap(os.getpid())
-
-
 class Quits:
     """Ends whoever pickles it, or makes it anew, in the way that `how` says; in this process only where `pid` is 0."""
 
@@ -391,10 +307,6 @@ class Quits:
         if self.stage == "pickling" and self.pid != os.getpid():
             end(self.how)
         return made_anew, (self.how, self.stage, self.pid)
-
-    def __del__(self):
-        if self.stage == "deleting":
-            end(self.how)
 
 
 class Plain(BaseException):
@@ -413,8 +325,6 @@ def end(how):
             raise MemoryError("mine")
         case "RecursionError":
             return end(how)
-        case "os._exit":
-            os._exit(3)
 
 
 def made_anew(how, stage, pid):
@@ -435,26 +345,6 @@ class QuitsAtThree:
         return [quits_at_three(item, self.how, self.stage) for item in items]
 
 
-class Tuple:
-    """A sequence of results that fails as it is read."""
-
-    def batch(self, items):
-        return Sequence(items)
-
-
-class Sequence:
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __iter__(self):
-        if 3 in self.items:
-            raise SystemExit(3)
-        return iter(self.items)
-
-
 class Coded(Exception):
     """Says more than its text does."""
 
@@ -463,45 +353,12 @@ class Coded(Exception):
         self.code, self.detail = code, detail
 
 
-class Leaving(ValueError):
-    """Ends whoever pickles it, and whoever else makes it anew."""
-
-    def __reduce__(self):
-        if self.args[0] == "pickling":
-            raise SystemExit(3)
-        return leaving_anew, (*self.args, os.getpid())
-
-
-def leaving_anew(text, pid):
-    if pid != os.getpid():
-        raise SystemExit(3)
-    return Leaving(text)
-
-
-class Junk(ValueError):
-    def __reduce__(self):
-        return 5
-
-
-class Frozen(ValueError):
-    """Nothing can be set on it, and its type takes no part in another."""
-
-    def __init_subclass__(cls):
-        raise TypeError("final")
-
-
 ERRORS = {
     "missing": lambda: os.stat("/nowhere/at all"),
     "key": lambda: {}["a"],
     "coded": lambda: _throw(Coded("mine", 3)),
     "stop": lambda: next(iter(())),
-    "unicode": lambda: b"\xff".decode(),
-    "group": lambda: _throw(ExceptionGroup("several", [ValueError("one")])),
     "picky": picky,
-    "pickling": lambda: _throw(Leaving("pickling")),
-    "unpickling": lambda: _throw(Leaving("unpickling")),
-    "junk": lambda: _throw(Junk("mine")),
-    "frozen": lambda: _throw(Frozen("mine")),
     "exit": lambda: _throw(SystemExit(3)),
     "item": lambda: _throw(ItemError(5, "inner")),
     "memory": lambda: _throw(torch.OutOfMemoryError("out of memory")),
@@ -520,10 +377,6 @@ def kill_at_three(item):
     if item == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return item
-
-
-def kill_from_three(item):
-    return kill_at_three(min(item, 3))
 
 
 def total(frame):

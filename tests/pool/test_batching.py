@@ -131,11 +131,6 @@ def test_a_slower_device_helps_with_what_it_can(cost, share):
     assert both <= alone * (1 - 0.7 * share)
 
 
-def test_a_hopeless_device_is_left_alone():
-    _, counts, _ = play([FAST, SLOWEST], ["cuda", "cpu"], 20_000)
-    assert counts[1] <= 1
-
-
 def paced(cost, batches=60):
     pace = WorkerSpeed()
     for _ in range(batches):
@@ -173,16 +168,6 @@ def test_batches_follow_the_speed():
     assert pace.rate == pytest.approx(pace.size / (0.002 + 0.0005 * pace.size), rel=0.05)
 
 
-def test_one_slow_batch_does_not_decide():
-    """The first batch of a size is often slow for being the first."""
-    pace, seen = WorkerSpeed(), set()
-    for _ in range(60):
-        slow = 1.5 if pace.size not in seen else 1
-        seen.add(pace.size)
-        pace.observe(pace.size, slow * (0.004 + 0.0005 * pace.size))
-    assert pace.size >= 64
-
-
 def test_batches_are_bounded_by_memory():
     pace = WorkerSpeed()
     for _ in range(40):
@@ -196,47 +181,6 @@ def test_batches_are_bounded_by_memory():
     for _ in range(40):
         pace.observe(pace.size, 0.002 + 0.0005 * pace.size)
     assert pace.size == shrunk, "what did not fit is not tried again"
-
-
-def test_who_takes_what_at_the_end():
-    policy = Batching(["cuda", "cpu"], None)
-    for worker, rate in enumerate([1000.0, 10.0]):
-        policy.speeds[worker].size, policy.speeds[worker].rate = 128, rate
-    for pending, held, fast, slow in [
-        (10_000, {0: 128, 1: 0}, 128, 100),
-        (300, {0: 128, 1: 0}, 128, 4),
-        (100, {0: 128, 1: 0}, 97, 2),
-        (50, {0: 0, 1: 0}, 49, 0),
-        (1, {0: 0, 1: 0}, 1, 0),
-        (1, {0: 99, 1: 0}, 1, 1),
-        (1, {0: 98, 1: 0}, 1, 0),
-        (500, {0: 256, 1: 8}, 128, 0),
-    ]:
-        assert policy.take(0, held, pending) == fast, (pending, held)
-        assert policy.take(1, held, pending) == slow, (pending, held)
-
-
-def test_what_is_done_again():
-    policy = Batching(["cuda", "cpu", "cuda"], None)
-    assert not policy.again(0, 1, 4, 100.0), "nothing is known of the idle one"
-    policy.speeds[0].rate = policy.speeds[2].rate = 1000.0
-    assert not policy.again(0, 1, 4, 0.005)
-    assert policy.again(0, 1, 4, 0.009), "never measured, and the fast one had done it twice"
-    policy.speeds[1].rate = 10.0
-    assert policy.again(0, 1, 4, 0.0)
-    assert not policy.again(0, 1, 4, 0.395), "it is about to be done"
-    assert policy.again(0, 1, 4, 0.5), "it is late"
-    assert not policy.again(0, 2, 4, 100.0), "of the same kind: never twice"
-    assert policy.expected(1, 4) == 0.4
-    policy.speeds[2].rate = 0.0
-    assert policy.expected(2, 4) == 0.004, "as the other of its kind"
-    policy.speeds[1].rate = 500.0
-    assert not policy.again(0, 1, 4, 0.0), "not much slower"
-
-
-def test_who_is_alone_gets_its_second_batch_while_it_does_the_first():
-    assert Batching(["cuda"], 8).take(0, {0: 8}, 100) == 8
-    assert Batching(["cuda", "cuda"], 8).take(0, {0: 8}, 100) == 0, "the other one is only starting"
 
 
 def test_fixed_batches_do_not_change():

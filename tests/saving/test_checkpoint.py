@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and rot. Run as a script, this file is the parent of the processes killed."""
+"""Checkpoints survive full disks and rot; test_saver.py kills who writes them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ import hashlib
 import json
 import os
 import random
-import resource
-import select
 import shutil
-import signal
-import sys
-import time
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,17 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import warm
-from tests.command_line import digest, environment
+from tests.command_line import digest
 from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
 from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
-from trainer.processes import faults
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint import Position, State, commit, load
 from trainer.saving.weights import save_weights
-
-POINTS = ("tmp", "write", "fsync", "rename", "prune")
-
 
 # Saving and loading
 
@@ -75,13 +64,10 @@ def test_manifest_says_what_is_there(tmp_path: Path) -> None:
         assert entry == {"size": (path / name).stat().st_size, "sha256": digest(path / name)}
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
     assert newest_state(tmp_path / "absent", refuse) is None
     (tmp_path / "checkpoints").mkdir()
     assert newest_state(tmp_path, refuse) is None
-
-
-def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
     path = commit(tmp_path, make(9), keep=2)
     home = path.parent
     for name in ("step-00000099.tmp-abc", "step-99", "step-0000009٣", "xstep-00000099", "step-00000099x", "notes"):
@@ -279,19 +265,6 @@ def test_a_sealed_manifest_of_nonsense(tmp_path: Path) -> None:
         assert len(one_line(caught.value)) < 1000
 
 
-def test_a_hashed_file_that_is_no_safetensors(tmp_path: Path) -> None:
-    path = commit(tmp_path, make(1), keep=2)
-    content = json.loads((path / "manifest.json").read_text())
-    del content["sha256"]
-    for data in (b"", b"\xff" * 100, b"\x02" + bytes(7) + b"{}" + bytes(9)):
-        (path / "model.safetensors").write_bytes(data)
-        content["files"]["model.safetensors"] = {"size": len(data), "sha256": digest(path / "model.safetensors")}
-        (path / "manifest.json").write_bytes(checkpoint._sealed(content))
-        with pytest.raises(CheckpointError, match=r"model\.safetensors .*safetensors file") as caught:
-            load(path)
-        one_line(caught.value)
-
-
 # A full disk
 
 
@@ -328,167 +301,6 @@ def test_a_disk_full_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     assert [same(load(tmp_path / "checkpoints" / f"step-0000000{step}"), make(step)) for step in (1, 2)] == [True, True]
     assert commit(tmp_path, make(3), keep=2).is_dir()
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_disk_full_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    for step in (1, 2):
-        commit(tmp_path, make(step), keep=2)
-    monkeypatch.setattr(faults, "active", True)
-    monkeypatch.setenv("TRAINER_FAULT", f"full@save:{point}")
-    with pytest.raises(DiskFullError):
-        commit(tmp_path, make(3), keep=2)
-    monkeypatch.setattr(faults, "active", False)
-    loaded = newest_state(tmp_path, refuse)
-    assert loaded is not None and same(loaded, make(3 if point == "prune" else 2))
-    commit(tmp_path, make(4), keep=2)
-    assert len(names(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("name", ["../away", "/etc/passwd", "a/b", "..", ".hidden", "a\n", "", "con\0"])
-def test_a_manifest_cannot_name_what_lies_elsewhere(tmp_path: Path, name: str) -> None:
-    path = commit(tmp_path, make(1), keep=2)
-    content = json.loads((path / "manifest.json").read_text())
-    content.pop("sha256")
-    content["files"][f"{name}.safetensors"] = content["files"].pop("model.safetensors")
-    (path / "manifest.json").write_bytes(checkpoint._sealed(content))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        load(path)
-
-
-# Kills
-
-
-@pytest.fixture(scope="module")
-def driven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """This file run as a script: one start of torch for all the children that are killed."""
-    rounds = 1000 if request.config.getoption("--all") else 10
-    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("driven")), str(rounds)]
-    done = warm.run(command, capture_output=True, text=True, timeout=600, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {**json.loads(done.stdout), "rounds": rounds}
-
-
-@pytest.mark.slow
-def test_killed_at_every_point_the_previous_commit_loads(driven: Any) -> None:
-    assert driven["points"] == {point: [-signal.SIGKILL, 3 if point == "prune" else 2, 5] for point in POINTS}
-
-
-def test_killed_anywhere_nothing_is_lost(driven: Any) -> None:
-    found, rounds = driven["kills"], driven["rounds"]
-    assert found["kills"] == rounds and found["commits"] > rounds / 10 and found["inside"] > rounds / 10
-
-
-def test_a_file_size_limit_of_the_system_is_a_full_disk(driven: Any) -> None:
-    assert driven["limit"] == {"exits": [28, 28], "left": ["step-00000001"]}
-
-
-def child(work: Callable[[], int]) -> int:
-    """Fork; the child leaves with what `work` returns. Nothing here starts a thread before."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        code = 99
-        try:
-            code = work()
-        finally:
-            os._exit(code)
-    return pid
-
-
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def drive_points(folder: Path) -> dict[str, list[int]]:
-    """Each point: [how the child ended, the step that loads after, the step of a commit after that]."""
-    found = {}
-    for point in POINTS:
-        home = folder / point
-        home.mkdir(parents=True)
-        for step in (1, 2):
-            commit(home, make(step), keep=2)
-
-        def work(home: Path = home, point: str = point) -> int:
-            faults.active = True
-            os.environ["TRAINER_FAULT"] = f"kill@save:{point}"
-            commit(home, make(3), keep=2)
-            return 0
-
-        end = wait(child(work))
-        state = newest_state(home, refuse)
-        assert state is not None and same(state, make(state.position.step))
-        assert any(".tmp-" in name for name in names(home)), point
-        commit(home, make(5), keep=2)
-        assert len(names(home)) == 2, names(home)
-        found[point] = [end, state.position.step, load(home / "checkpoints" / "step-00000005").position.step]
-    return found
-
-
-def drive_kills(folder: Path, rounds: int) -> dict[str, int]:
-    """Kill a child that does nothing but commit, at random times; count kills, commits and kills that left a draft."""
-    dice = random.Random(1)
-    begun = time.monotonic()
-    commit(folder.parent / "limit", make(2), keep=2)
-    longest = max(0.04, 4 * (time.monotonic() - begun))  # some commits, also on a busy machine
-    step = inside = 0
-    for _ in range(rounds):
-        out, back = os.pipe()
-
-        def work(step: int = step, back: int = back) -> int:
-            os.write(back, b".")
-            while True:
-                step += 1
-                commit(folder, make(step), keep=2)
-                os.write(back, b".")
-
-        pid = child(work)
-        os.close(back)
-        assert select.select([out], [], [], 60)[0]
-        time.sleep(dice.uniform(0, longest))
-        os.kill(pid, signal.SIGKILL)
-        assert wait(pid) == -signal.SIGKILL
-        told = 0
-        while data := os.read(out, 65536):
-            told += len(data)
-        os.close(out)
-        state = newest_state(folder, refuse)  # whatever has a checkpoint's name is good: no warning ever
-        found = state.position.step if state else 0
-        assert step + told - 1 <= found <= step + told, (step, told, found)
-        assert state is None or same(state, make(found))
-        home = folder / "checkpoints"
-        good = [path for path in checkpoint.checkpoints_in(home) if same(load(path), make(int(path.name[5:])))]
-        assert len(good) >= min(found, 2)
-        inside += any(".tmp-" in path.name for path in home.iterdir()) if home.exists() else 0
-        step = found
-    return {"kills": rounds, "commits": step, "inside": inside}
-
-
-def drive_limit(folder: Path) -> dict[str, Any]:
-    """Under RLIMIT_FSIZE the kernel cuts a write short, then refuses the next."""
-    commit(folder, make(1), keep=2)
-    exits = []
-    for limit in (0, 300):
-
-        def work(limit: int = limit) -> int:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            try:
-                commit(folder, make(2), keep=2)
-            except DiskFullError as error:
-                return error.code
-            return 0
-
-        exits.append(wait(child(work)))
-    return {"exits": exits, "left": names(folder)}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    home, times = Path(sys.argv[1]), int(sys.argv[2])
-    for name in ("limit", "kills"):
-        (home / name).mkdir()
-    results = {"points": drive_points(home / "points"), "limit": drive_limit(home / "limit")}
-    print(json.dumps({**results, "kills": drive_kills(home / "kills", times)}))
 
 
 def test_what_may_no_longer_be_saved_once_it_is_written_is_not_saved(tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import tempfile
 import threading
 
 import pytest
-import torch
 
 from tests.saving.states import flip, make, refuse, same
-from tests.worlds import ThreadWorld, on_ranks
-from trainer.errors import CheckpointError, SetupError
-from trainer.processes.rank import Place
+from tests.worlds import on_ranks
+from trainer.errors import CheckpointError
 from trainer.saving import checkpoint_broadcast
 from trainer.saving.checkpoint import commit, fingerprint, manifest_bytes, newest
 from trainer.saving.checkpoint_broadcast import found_here, on_every_rank
@@ -98,19 +94,3 @@ def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
         return True
 
     assert all(on_ranks(2, work))
-
-
-def test_no_room_for_what_is_sent(home, monkeypatch):
-    def full(*words, **named):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    found = newest(home, refuse)
-    world = ThreadWorld(Place(1, 2, 1, 2, 0, True), torch.device("cpu"), 1, ())
-    monkeypatch.setattr(
-        world, "broadcast_object", lambda value: (found.path, manifest_bytes(found.path), fingerprint(found.path))
-    )
-    monkeypatch.setattr(world, "max_", lambda values: torch.ones(()))
-    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda *words: None)
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(SetupError, match=r"No space left on device.*\bTMPDIR\b"):
-        on_every_rank(None, world)

@@ -62,18 +62,9 @@ def test_after_another_boot_the_wall_clock_counts(then, gap, told):
     assert bool(found.notes) == told
 
 
-def test_a_clock_that_is_set_moves_nothing_within_a_boot():
-    found = goodput_of([attempt(0, 100), attempt(130, 140, time=5.0, resumed=100, step=110)])
-    assert found.seconds["waiting to be restarted"] == 30 and not found.notes
-
-
 def test_a_run_that_was_done_waits_for_nobody():
     found = goodput_of([attempt(0, 100, end="completed"), attempt(1e6, 1e6 + 10, resumed=100, step=110)])
     assert found.wall_s == 110 and "left out" in found.notes[0]
-
-
-def test_a_run_of_before_there_was_a_journal_counts_from_now():
-    assert "step 40" in goodput_of([attempt(0, 10, resumed=40, step=50)]).notes[0]
 
 
 def test_a_line_is_replaced_in_place(tmp_path):
@@ -113,13 +104,6 @@ def test_a_torn_line_takes_no_other_along(tmp_path, torn):
     assert len(attempts) == 2 and notes[0].startswith("1 damaged line ")
     assert (tmp_path / JOURNAL).read_bytes().startswith(whole)
     assert goodput_of(attempts, notes).notes == notes
-
-
-def test_a_line_without_its_end_is_kept(tmp_path):
-    open_journal(tmp_path).close()
-    os.truncate(tmp_path / JOURNAL, (tmp_path / JOURNAL).stat().st_size - 1)
-    open_journal(tmp_path).close()
-    assert len(read_journal(tmp_path / JOURNAL)[0]) == 2
 
 
 def test_a_damaged_line_is_left_out_and_counted(tmp_path):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -17,14 +16,14 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, environment, free_port, ok, result, steps, trainer
+from tests.command_line import QUIET, environment, ok, result, steps, trainer
 from tests.warm import Popen, run
 from trainer.commands.evaluate import evaluate_run
-from trainer.errors import FolderInUseError, RecipeError, SetupError
+from trainer.errors import FolderInUseError, RecipeError
 from trainer.recipe import load
 from trainer.saving import locks
 from trainer.saving.files import write_atomically
-from trainer.saving.run_folder import RunFolder, fresh_folder
+from trainer.saving.run_folder import RunFolder
 from trainer.saving.steps_file import STEP_COLUMNS, StepsFile
 
 
@@ -47,16 +46,6 @@ def test_two_runs_in_one_folder(tmp_path):
     first = RunFolder(recipe(tmp_path / "run"))
     with pytest.raises(FolderInUseError, match="in use"):
         RunFolder(recipe(tmp_path / "run"))
-    first.close()
-
-
-def test_every_rank_says_that_the_folder_is_in_use(tmp_path):
-    first = RunFolder(recipe(tmp_path / "run"))
-    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "max_steps=1", *QUIET, f"output={tmp_path / 'run'}"]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with ThreadPoolExecutor() as both:
-        ranks = both.map(lambda rank: trainer(*words, env={**job, "RANK": rank}), ("0", "1"))
-        assert [done.returncode for done in ranks] == [8, 8]
     first.close()
 
 
@@ -99,12 +88,6 @@ def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path, more):
     ok(*last_command(again.stderr), cwd=tmp_path)
 
 
-def test_without_a_recipe_the_folder_is_named_after_model_and_data(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = fresh_folder(load(None, "model.name=timm:resnet10t", "data.name=digits", "mode=single"))
-    assert folder.name.startswith("timm_resnet10t-digits-single-")
-
-
 def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_path):
     first = RunFolder(recipe(tmp_path / "run", "epochs=2"))
     first.write_recipe(recipe(tmp_path / "run", "epochs=2"))
@@ -112,15 +95,16 @@ def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_pat
     (tmp_path / "run" / "last.safetensors").touch()
     (tmp_path / "run-longer").mkdir()
     where = tmp_path / "run"
-    with pytest.raises(RecipeError) as told:
-        RunFolder(recipe(where, "epochs=6", "resume=auto"))
-    end = f"end it with python -m trainer recipe={where} output={where} resume=auto; then to train longer, start a "
-    assert end in str(told.value) and f"epochs=4 output={where}-longer2;" in str(told.value)
-    with pytest.raises(RecipeError) as told:
-        RunFolder(recipe(where, "epochs=1", "resume=auto"))
-    assert "to train longer" not in str(told.value)
-    with pytest.raises(RecipeError, match=r"max_steps: .*\b5 now"):
-        RunFolder(recipe(where, "epochs=2", "max_steps=5", "resume=auto"))
+    end = (
+        rf"end it with python -m trainer recipe={where} output={where} resume=auto; .*epochs=4 output={where}-longer2;"
+    )
+    for words, why in (
+        (["epochs=6"], end),
+        (["epochs=1"], r"^(?!.*to train longer)"),
+        (["epochs=2", "max_steps=5"], r"max_steps: .*\b5 now"),
+    ):
+        with pytest.raises(RecipeError, match=why):
+            RunFolder(recipe(where, *words, "resume=auto"))
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
@@ -174,22 +158,6 @@ def test_what_a_run_saved_is_never_removed(tmp_path, kept):
     assert (tmp_path / "run" / "recipe.yaml").exists()
 
 
-def test_a_continued_run_keeps_the_shape_of_its_images(tmp_path):
-    def photos(*words):
-        return recipe(tmp_path / "run", "data.name=imagefolder", *words)
-
-    first = RunFolder(photos())
-    first.write_recipe(photos("data.image_size=28", "data.channels=1"))
-    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    first.close()
-    for words, size in ((["resume=auto"], 28), (["resume=auto", "data.image_size=28"], None)):
-        again = RunFolder(photos(*words))
-        assert again.settled.get("data__image_size") == size and again.settled["data__channels"] == 1
-        again.close()
-    with pytest.raises(RecipeError, match=r"data\.image_size: 28 .*\b32\b"):
-        RunFolder(photos("resume=auto", "data.image_size=32"))
-
-
 def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path):
     for path in [f"{split}/{label}/{n}.png" for split in ("train", "val") for label in "ab" for n in range(4)]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -208,31 +176,17 @@ def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path
     assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
     kept = load(str(tmp_path / "run"))
     assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)
-    for path in tmp_path.glob("*/*/*.png"):  # later images change neither a continued run nor an evaluation
-        if not path.name.startswith("."):
-            Image.open(path).convert("RGB").resize((40, 30)).save(path)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     assert "1 x 28 x 28" in ok(*words, "optimizer.lr=0.01", "resume=auto").stdout
+    for path in tmp_path.glob("*/*/*.png"):  # later images do not change an evaluation
+        if not path.name.startswith("."):
+            Image.open(path).convert("RGB").resize((40, 30)).save(path)
     assert evaluate_run(str(tmp_path / "run"))["val_samples"] == 8
-
-
-def test_a_file_in_the_way(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match="output="):
-        RunFolder(recipe(tmp_path / "file" / "run"))
 
 
 def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     def row(step):
-        return {
-            "step": step,
-            "epoch": 0,
-            "seconds": 1,
-            "train_loss": 0.5,
-            "lr": 0.1,
-            "samples_per_sec": 9,
-            "skipped": 0,
-        }
+        return dict(zip(STEP_COLUMNS, (step, 0, 1, 0.5, 0.1, 9, 0), strict=True))
 
     first = StepsFile(tmp_path, 0)
     for step in (1, 2, 3):
@@ -252,16 +206,11 @@ SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
     "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),
     "a giant field": lambda path: path.write_text(path.read_text() + "3,0,1,0.5,0.1," + "9" * 200_000 + "\n"),
-    "more columns": lambda path: path.write_text(path.read_text() + "3,0,1,0.5,0.1,9,9,9\n"),
     "an odd digit": lambda path: path.write_text(path.read_text() + ROW.format("²")),
-    "5,000 digits": lambda path: path.write_text(path.read_text() + ROW.format("9" * 5000)),
-    "a number": lambda path: path.write_text("5\n"),
     "a list": lambda path: path.write_text("[]\n"),
-    "null": lambda path: path.write_text("null\n"),
     "nested deep": lambda path: path.write_text("[" * 100_000 + "\n"),
     "a folder": lambda path: (path.unlink(), path.mkdir(), (path / "mine").touch()),
     "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
-    "a link to itself": lambda path: (path.unlink(), path.symlink_to(path.name)),
     "endless": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
@@ -271,7 +220,7 @@ SIDE = {
 def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     path = tmp_path / "steps.csv"
     path.write_text(",".join(STEP_COLUMNS) + "\n" + ROW.format(1) + ROW.format(2))
-    appended = damage in ("not UTF-8", "a giant field", "more columns", "an odd digit", "5,000 digits")
+    appended = damage in ("not UTF-8", "a giant field", "an odd digit")
     SIDE[damage](path)
     said = []
     file = StepsFile(tmp_path, 10, said.append)
@@ -299,15 +248,6 @@ def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
     folder.write_result({"status": "running"})
     assert folder.known(said.append) == {"key": 1} and folder.previous_result(said.append) == {"status": "running"}
     folder.close()
-
-
-def test_a_lock_that_is_a_link_overwrites_nothing(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(SetupError, match="output="):
-        RunFolder(recipe(tmp_path / "run"))
-    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.parametrize("content", [b"\xff\x00", b"", b"[", b"epochs: many", b"[" * 9999])

@@ -1,7 +1,6 @@
 """The project on simulated CUDA devices: no race, no reuse, no mix-up, no wait in a step, and the maths of the CPU."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tests.command_line import QUIET, ok, result, suggested, trainer
 from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
-from tests.simulated.simcuda.sources import branches
 from tests.telemetry.event_values import scalars
 from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
@@ -44,7 +42,7 @@ EVERYTHING = (
     "clip_grad_norm=1 ema=0.9 accumulate=2 augment.mixup=0.2 augment.cutmix=0.2 augment.erase=0.5 augment.crop=pad "
     "augment.hflip=0.5 save.every_steps=1 save.every=auto"
 )
-RUNS = [  # the first four take all branches that the others do
+RUNS = [
     f"mode=dp model.name=mlp precision=bf16 {THREE}",
     f"mode=split {TWO} {EVERYTHING}",
     "mode=single model.name=mlp augment.auto=trivial augment.crop=resized optimizer.name=adamw",
@@ -62,14 +60,10 @@ RUNS = [  # the first four take all branches that the others do
     f"mode=pipeline model.freeze=2 pipeline.cuts=[7] pipeline.microbatches=4 {TWO}",
 ]
 MORE = [
-    f"mode=pipeline {EVERYTHING} pipeline.microbatches=4 {THREE}",
     f"mode=pipeline {EVERYTHING} pipeline.microbatches=2 {SAME}",
     f"mode=pipeline model.name=vit_tiny pipeline.split_size=7 {TWO}",
     f"mode=pipeline model.name=resnet8 data.channels=3 pipeline.microbatches=3 {TWO}",
-    f"mode=split model.name=resnet8 data.channels=3 pipeline.recompute=true {THREE}",
     f"mode=dp {EVERYTHING} {THREE}",
-    f"mode=dp model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
-    "mode=single model.name=cnn augment.auto=rand augment.crop=resized",
     "mode=single model.name=mlp augment.auto=autoaugment precision=bf16 accumulate=2",
 ]
 LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in MORE]
@@ -119,47 +113,13 @@ def test_a_wait_in_a_step_is_counted(monkeypatch):
     assert wait.function.endswith("backward") and count == 1
 
 
-# Branches.
-
-# Conditions that ask for CUDA and do not come out so here, each with its reason.
-ELSEWHERE = {
-    "commands/sweep/space.py Places.of: name != 'cpu'": "one trial a card: tests/commands/sweep/test_space.py",
-    "commands/plan/speed_probe.py measure: device.type == 'cuda'": "joins processes over NCCL, of several cards",
-    "commands/predict/predict_command.py _decoders: name != 'cpu'": "starts processes, which are not simulated",
-    "commands/submit/submission.py _gpus: name != 'cpu'": "no device at all: tests/commands/submit/test_submission.py",
-    "devices/assignment.py assign_devices: name != 'cpu'": "mode=hogwild refuses cards: tests/devices/test_devices.py",
-    "commands/doctor/software.py _take_part: device.type == 'cuda'": "the same",
-    "errors.py _nondeterministic: 'cuda' in operation": "asks for an operation's name",
-    "processes/peers.py no_way: cuda": "ranks that cannot reach each other: tests/processes/test_world.py",
-    "processes/world.py World.connect: cuda and (not dist.is_nccl_available())": "tests/devices/test_cards.py",
-    "commands/plan/summary.py _assumptions: layout.kind == 'cuda' and (not cards.detect().count)": "absent cards",
-    "commands/plan/plan_page.py _memory: cuda": "the same: tests/commands/plan/test_planned_memory.py",
-    "commands/plan/planned_memory.py _accumulation: layout.kind == 'cuda'": "the same",
-    "commands/plan/planned_memory.py _tried: layout.kind == 'cuda'": "the same",
-    "commands/plan/planned_memory.py _is_offloaded: sharded and layout.recipe.fsdp.offload "
-    "and (layout.kind == 'cuda')": "the same",
-    "commands/plan/planned_memory.py advice: recipe.traits.exchanges == 'shards' and layout.kind == 'cuda' "
-    "and (not recipe.fsdp.offload)": "the same",
-    "training/memory_needs.py _out_of_memory: recipe.traits.exchanges == 'shards' "
-    "and state.strategy.home.type == 'cuda' and (recipe.precision != 'fp16')": "in processes, further below",
-    "models/given.py Given.__getstate__: p.device.type != 'cpu'": "a user's model on its way to other processes",
-    "training/randomness.py as_before: torch.cuda.is_available() and torch.cuda.is_initialized()": (
-        "puts back the generators of a user's program, which has used a card"
-    ),
-    "commands/plan/speed_probe.py here: layout.kind == 'cuda'": "measures in processes that are not simulated",
-    "commands/plan/speed_probe.py _at_once: layout.kind == 'cuda'": "the same",
-    "commands/plan/speed_probe.py measure: task.kind == 'cuda'": "the same",
-    "commands/plan/forecast.py forecast: recipe.traits.exchanges == 'copies' and layout.kind == 'cuda'": (
-        "wants speeds measured on cards"
-    ),
-    "commands/plan/forecast.py _of_replicas: reduced and layout.kind == 'cuda'": "the same",
-    "commands/plan/forecast.py _step: recipe.traits.one_stage_at_a_time "
-    "or (layout.schedule == STREAMS and layout.kind == 'cpu')": "the same",
-}
+# What is no training.
 
 
-def everywhere(folder):
-    """What asks for CUDA apart from training in one process."""
+@pytest.mark.slow
+def test_what_else_asks_for_cards(tmp_path):
+    """Apart from training in one process: timers, probes, predictions, plans, the doctor, refusals."""
+    folder = tmp_path
     for card in range(4):
         for split in ("train", "val"):
             (folder / split / f"class{card % 2}").mkdir(parents=True, exist_ok=True)
@@ -235,32 +195,13 @@ def without_memory(machine):
 
 
 @pytest.mark.slow
-def test_every_branch_for_cuda_runs(tmp_path, full):
-    """Runs follow until none that they are to take is left; all of them in the full counts."""
-    runs.watching()
-    everywhere(tmp_path)
-    elsewhere = set(ranks.both()["branches"])
-    here = {
-        b.site.name for b in branches() if not b.site.file.startswith("commands/prove/")
-    }  # runs commands and processes
-    left = here - {b.site.name for b in runs.branches_seen} - elsewhere
-    for words in RUNS:
-        if full or left - ELSEWHERE.keys():
-            runs.on_cuda(words)
-            left -= {b.site.name for b in runs.branches_seen}
-    assert left - ELSEWHERE.keys() == set(), "no run here takes these on CUDA: add one, or a reason to ELSEWHERE"
-    assert ELSEWHERE.keys() - left == set(), "these do run here: strike them out"
-
-
-@pytest.mark.slow
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
-    for case, found in ranks.both()["cases"].items():
+    for case, found in ranks.both().items():
         assert found["errors"] == [[], []] and found["held"] == [[True], [True]], case
         assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4), case
         waits = {tuple(place) for place in found["waits"]} - ranks.ALLOWED.get(case, set())
-        # Torch's layer looks at values, which ranks have rows.
-        assert {kind for kind, _ in waits} == ({"item"} if "torch's" in case else set()), case
+        assert waits == set(), case
 
 
 @pytest.mark.parametrize(
@@ -317,33 +258,6 @@ def test_unlike_cards_are_told_as_they_are():
     with runs.alone(), simulated(UNLIKE) as machine:
         check_unlike()
         assert machine.errors == []
-
-
-@pytest.mark.parametrize(
-    "asked",
-    ["get_device_name", "get_device_properties", "get_device_capability", "mem_get_info", "can_device_access_peer"],
-)
-def test_who_asks_the_first_card_for_all_is_found(asked, monkeypatch):
-    with runs.alone(), simulated(UNLIKE):
-        answer = getattr(torch.cuda, asked)(*[0] * (1 + (asked == "can_device_access_peer")))
-        monkeypatch.setattr(torch.cuda, asked, lambda *_: answer)
-        with pytest.raises(AssertionError):
-            check_unlike()
-
-
-def test_a_bubble_is_told_with_what_launching_may_hide(tmp_path, monkeypatch):
-    """Nothing is queued on these cards: all the time in which a stage counts as working, the host launches it. In a
-    run that is long enough to look at held ones nothing is left open."""
-    words = f"mode=pipeline model.name=mlp pipeline.microbatches=4 pipeline.cuts=[1] {TWO}"
-    assert "more may be idle" not in (runs.on_cuda(words).result["verdict"]["unmeasured"] or "")
-    monkeypatch.setattr(runs, "_looking", lambda: nullcontext([]))
-    results = runs.train_on_cuda(words, tmp_path / "run").result, runs.on_cpu(words).result
-    cuda, cpu = (result["pipeline"] for result in results)
-    assert cuda["bubble_measured"] < 0.95 < cuda["bubble_at_most"] <= 1.001
-    assert cpu["bubble_at_most"] == cpu["bubble_measured"]
-    told, plain = (result["verdict"] for result in results)
-    assert "more may be idle" in told["unmeasured"]
-    assert plain["unmeasured"] is None
 
 
 @pytest.mark.parametrize("mode", ["split", pytest.param("pipeline", marks=pytest.mark.full("one of two alike"))])

@@ -36,10 +36,6 @@ def of_parts(made, outputs, targets, rows=None):
     return made.metrics(sums, len(outputs))
 
 
-def labels(rows=40):
-    return (numbers(rows, 3) > 0.4).float()
-
-
 # Classification.
 
 
@@ -75,13 +71,6 @@ def test_weighted_losses_of_parts_add_up_to_that_of_the_whole(given):
     assert made.sums(outputs, targets)["loss"].item() == pytest.approx(each.sum().item(), rel=1e-5)
 
 
-def test_more_outputs_than_classes_weigh_one():
-    targets = torch.tensor([0, 0, 0, 1, 1, 2])
-    made = task("loss.class_weights=balanced", "model.num_classes=5", targets=targets)
-    assert made.weights.on(torch.device("cpu")).tolist() == pytest.approx([2 / 3, 1, 2, 1, 1])
-    assert made.shares(targets).shape == (6, 5)
-
-
 @pytest.mark.parametrize(
     ("words", "targets", "says"),
     [
@@ -98,10 +87,8 @@ def test_more_outputs_than_classes_weigh_one():
             "task.name=regression: set loss.class_weights=null",
         ),
         (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
-        (["task.name=regression", "augment.mixup=1", "augment.cutmix=1"], None, "augment.mixup=0 augment.cutmix=0"),
         (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to predict: leave it out"),
         (["task.name=clasification"], None, "did you mean task.name=classification"),
-        (["task.name=x"], None, "known: classification, multilabel, regression"),
     ],
 )
 def test_what_a_task_does_not_have(words, targets, says):
@@ -116,19 +103,6 @@ def test_weights_that_are_none(words):
 
 
 # Multilabel.
-
-
-def test_multilabel_metrics_are_scikit_learns():
-    from sklearn.metrics import f1_score
-
-    outputs, targets = numbers(40, 3), labels()
-    made = task("task.name=multilabel")
-    found = of_parts(made, outputs, targets)
-    predicted = outputs > 0
-    assert found["f1"] == pytest.approx(f1_score(targets, predicted, average="micro"))
-    assert found["f1_macro"] == pytest.approx(f1_score(targets, predicted, average="macro", zero_division=0))
-    assert found["loss"] == pytest.approx(made.loss(outputs, targets).item(), rel=1e-6)
-    assert "F1 " in made.text(found) and made.text(found).startswith("loss ")
 
 
 def test_a_class_that_nobody_has_and_nobody_sees_has_no_f1():
@@ -146,19 +120,6 @@ def test_balanced_labels_count_as_much_as_their_absence():
 
 
 # Regression.
-
-
-def test_regression_metrics_are_scikit_learns():
-    from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
-
-    outputs, targets = numbers(40, 3), numbers(41, 3)[:40] + 1000
-    made = task("task.name=regression")
-    found = of_parts(made, outputs, targets)
-    assert found["loss"] == pytest.approx(mean_squared_error(targets, outputs), rel=1e-6)
-    assert found["mae"] == pytest.approx(mean_absolute_error(targets, outputs), rel=1e-6)
-    assert found["r2"] == pytest.approx(r2_score(targets, outputs), rel=1e-6)
-    assert made.loss(outputs, targets).item() == pytest.approx(found["loss"], rel=1e-6)
-    assert made.improves(1.0, 2.0) and not made.improves(2.0, 1.0), "the smallest loss is the best"
 
 
 @pytest.mark.parametrize(("value", "count"), [(3.0, 4), (3.3, 7), (1.72, 4000), (37.2, 4000), (1e6 + 0.7, 2000)])
@@ -197,8 +158,6 @@ def test_the_names_that_are_known_without_torch():
             r"labels must be 0 to 2, one for each of the 3 class names, found 0 to 3",
         ),
         (Classification, torch.tensor([0.5]), r"whole numbers, one for each sample, found float32 \(1,\)"),
-        (Classification, torch.zeros(2, 3).long(), r"found int64 \(2, 3\)"),
-        (Multilabel, torch.tensor([0, 3]), "labels must be 0 to 2"),
         (Multilabel, torch.zeros(2, 4), r"each of the 3 class names, found float32 \(2, 4\)"),
         (Multilabel, torch.full((2, 3), 0.5), "labels must be 0 or 1, found 0.5 to 0.5"),
         (Regression, torch.arange(4), "these are classes, and a regression wants numbers"),
@@ -272,10 +231,3 @@ def test_predictions_are_of_names_only():
     names = [str(n) for n in range(8)]
     places, numbers = task("task.name=regression", names=names).ranked(torch.arange(8.0)[None])
     assert places.tolist() == [list(range(8))] and numbers.tolist() == [list(range(8))]
-
-
-def test_the_values_that_vary_are_explained():
-    targets = torch.stack([torch.arange(6.0), torch.full((6,), 2.0)], 1)
-    made = task("task.name=regression", names=("a", "b"))
-    found = made.metrics(made.sums(targets + 0.1, targets), 6)
-    assert found["r2"] == pytest.approx(1 - 0.01 / targets[:, 0].var(correction=0).item(), rel=1e-5)

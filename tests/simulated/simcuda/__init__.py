@@ -23,9 +23,8 @@ What is simulated, by file:
   threads, process groups (gloo stands in for NCCL), grouping by device in optimizers.
 - `graphs`: captures, in which nothing waits and nothing is outside; private pools, whose memory goes to another graph
   once nobody holds it; replays, each one kernel of its stream.
-- `batch_norm`: the kernels of `nn.SyncBatchNorm`, which exist for GPUs alone.
 - `plugin`: a whole command on simulated cards.
-- `sources`: lines of the project found in its syntax trees, to take them out (mutants) or to see which branch runs.
+- `sources`: lines of the project found in its syntax trees, to take them out (mutants).
 
 What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), memory limits, compiled code, NCCL itself,
 and errors that only a driver can give.

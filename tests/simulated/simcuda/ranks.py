@@ -11,17 +11,14 @@ import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests import warm
 from tests.command_line import PROJECT
 
-SYNC_BN = "mode=ddp model.name=cnn sync_bn=true ema=0.9"
 SHARDED = "model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1"
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
-    "ddp with sync_bn": SYNC_BN,
-    "ddp with torch's sync_bn": SYNC_BN,
+    "ddp with sync_bn": "mode=ddp model.name=cnn sync_bn=true ema=0.9",
     "pipeline": "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 ema=0.9 precision=bf16",
     "pipeline of more stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
     "fsdp": f"mode=fsdp {SHARDED}",
@@ -45,7 +42,7 @@ ONCE = {(kind, "modes/pipeline/ranks.py ProcessPipeline.forward_backward") for k
 
 @functools.cache
 def both() -> dict[str, Any]:
-    """What all cases did: losses on simulated cards and on the CPU, errors, waits in steps, branches taken."""
+    """What all cases did: losses on simulated cards and on the CPU, errors, waits in steps."""
     with tempfile.TemporaryDirectory() as folder:
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("TRAINER_", "TORCHELASTIC_"))}
         command = [sys.executable, "-m", "tests.simulated.simcuda.ranks", folder]
@@ -58,10 +55,9 @@ def both() -> dict[str, Any]:
 
 def _gathered(folder: Path) -> dict[str, Any]:
     cases: dict[str, Any] = {}
-    branches: set[str] = set()
     for name in CASES:
         ranks = [json.loads((folder / f"{name}-cuda-{rank}.json").read_text()) for rank in range(2)]
-        cpu = json.loads((folder / f"{_first(name)}-cpu-0.json").read_text())
+        cpu = json.loads((folder / f"{name}-cpu-0.json").read_text())
         cases[name] = {
             "cuda": ranks[0]["losses"],
             "cpu": cpu["losses"],
@@ -69,25 +65,16 @@ def _gathered(folder: Path) -> dict[str, Any]:
             "held": [rank["held"] for rank in ranks],
             "waits": [place for rank in ranks for place in rank["waits"]],
         }
-        branches.update(*(rank["branches"] for rank in ranks))
-    return {"cases": cases, "branches": sorted(branches)}
-
-
-def _first(name: str) -> str:
-    """The first case of the same words: on the CPU they are one run."""
-    return next(first for first, words in CASES.items() if words == CASES[name])
+    return cases
 
 
 def main(folder: Path) -> int:
     import torch
 
-    from tests.simulated.simcuda import runs
-
     torch.set_num_threads(1)
-    runs.watching("modes/", "processes/world.py", "processes/resources.py")  # to load the others would take a second
     failed = 0
     for name, words in CASES.items():
-        for kind in ("cuda", "cpu") if name == _first(name) else ("cuda",):
+        for kind in ("cuda", "cpu"):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
@@ -110,17 +97,12 @@ def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
 
 
 def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> None:
-    from torch import nn
-
     from tests.simulated.simcuda import runs
-    from trainer.modes import ddp
 
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     output = folder / f"{name}-{kind}"
-    if "torch's" in name and kind == "cuda":
-        mock.patch.object(ddp, "synchronise_batch_norm", nn.SyncBatchNorm.convert_sync_batchnorm).start()
     if kind == "cuda":
         done = runs.train_on_cuda(words, output, 2, own=rank == 0)
     else:
@@ -131,7 +113,6 @@ def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
         "errors": done.errors,
         "held": done.held,
         "waits": sorted(place for place, count in done.waits_in_steps().items() if count > stages * (place in ONCE)),
-        "branches": sorted(branch.site.name for branch in runs.branches_seen),
     }
     (folder / f"{name}-{kind}-{rank}.json").write_text(json.dumps(found))
 

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tests.command_line import losses
 from tests.simulated.simcuda.machine import Card
-from tests.simulated.simcuda.sources import Branch, watched
 from tests.simulated.simcuda.stubs import simulated
 from tests.simulated.simcuda.waits import Waits
 from trainer.modes.pipeline import stages
@@ -73,21 +72,9 @@ class Trained:
         return self.waits.inside(IN_A_STEP, *NOT_EVERY_STEP)
 
 
-branches_seen: set[Branch] = set()
-
-
-@functools.cache
-def watching(*folders: str) -> ExitStack:
-    """From the first run on, branches that it takes are noted, until `watching().close()`; of some files or all."""
-    stack = ExitStack()
-    stack.enter_context(watched(branches_seen, folders or ("",)))
-    return stack
-
-
 @functools.cache
 def on_cuda(words: str, count: int = 3) -> Trained:
     """A run with all defaults of a machine that has `count` cards."""
-    watching()
     with tempfile.TemporaryDirectory() as folder:
         return train_on_cuda(words, Path(folder) / "run", count)
 

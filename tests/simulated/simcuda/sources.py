@@ -1,4 +1,4 @@
-"""Places in the project's own source, found in its syntax trees: to change a line and to see which way a branch goes.
+"""Places in the project's own source, found in its syntax trees, to change a line.
 
 A changed function takes the place of the one that is loaded: its code object is swapped, so whoever holds the function
 (a decorator, a class, another module) runs the changed one. Nothing on disk changes.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -112,94 +111,7 @@ def without(place: Site) -> Iterator[None]:
     change = _Without(place)
     tree = ast.fix_missing_locations(change.visit(ast.parse(files()[place.file])))
     assert change.done, place
-    with _swapped({place.file: tree}, {}):
-        yield
-
-
-# Branches on the kind of device.
-
-
-# What is no device's kind and still true where CUDA is.
-COUNTS = {"cuda", "gpu", "resources.cuda_count()", "cuda_count()", "cards.detect().count", "torch.cuda.is_available()"}
-
-
-class Branch(NamedTuple):
-    site: Site
-    on_cuda: bool  # what the condition is on CUDA
-
-
-@functools.cache
-def branches() -> list[Branch]:
-    """Every condition in trainer/ that asks whether a device is CUDA, with its value there."""
-    found = []
-    for file, text in files().items():
-        for node, function, parent in walk(file) if re.search("cuda|cpu|gpu|passes_through", text) else ():
-            if function and _is_condition(node, parent):
-                sides = list(_sides(node, True))
-                if sides:
-                    found.append(Branch(site(file, function, node), sides[0]))
-    return sorted(found)
-
-
-def _is_condition(node: ast.AST, parent: ast.AST) -> bool:
-    """A whole condition: what is tested, or a comparison that is kept."""
-    if not isinstance(node, ast.expr) or isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare):
-        return False
-    tested = getattr(parent, "test", None) is node or node in getattr(parent, "ifs", ())
-    return tested or isinstance(node, ast.BoolOp | ast.Compare) or isinstance(getattr(node, "op", None), ast.Not)
-
-
-def _sides(node: ast.AST, side: bool) -> Iterator[bool]:
-    """What a condition must be for its questions for CUDA to be answered with yes."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield from _sides(node.operand, not side)
-    elif isinstance(node, ast.BoolOp):
-        for value in node.values:
-            yield from _sides(value, side)
-    elif isinstance(node, ast.Compare):
-        values = {value.value for value in (node.left, *node.comparators) if isinstance(value, ast.Constant)}
-        if values & {"cuda", "cpu"}:
-            yield side == (("cuda" in values) != isinstance(node.ops[0], ast.NotEq | ast.NotIn))
-    elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "passes_through", "gpu"):
-        yield side == (node.attr != "passes_through")
-    elif isinstance(node, ast.Name | ast.Attribute | ast.Call) and ast.unparse(node) in COUNTS:
-        yield side
-
-
-class _Watched(ast.NodeTransformer):
-    def __init__(self, places: dict[tuple[int, int], dict[str, int]]) -> None:
-        self.places = places
-
-    def visit(self, node: ast.AST) -> Any:
-        wanted = self.places.get((node.lineno, node.col_offset)) if isinstance(node, ast.expr) else None
-        number = wanted.get(ast.unparse(node)) if wanted else None
-        node = self.generic_visit(node)
-        if number is None:
-            return node
-        call = ast.Call(ast.Name("__branch__", ast.Load()), [ast.Constant(number), node], [])
-        return ast.copy_location(call, node)
-
-
-@contextmanager
-def watched(seen: set[Branch], folders: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """Adds to `seen` the branches whose condition has the value that it has on CUDA, of files that begin like this."""
-    numbered = [branch for branch in branches() if branch.site.file.startswith(folders)]
-
-    def note(number: int, value: Any) -> Any:
-        if bool(value) == numbered[number].on_cuda:
-            seen.add(numbered[number])
-        return value
-
-    trees = {}
-    for file in {branch.site.file for branch in numbered}:  # some are imported late
-        importlib.import_module("trainer." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    for file in {branch.site.file for branch in numbered}:
-        places: dict[tuple[int, int], dict[str, int]] = {}
-        for number, (place, _) in enumerate(numbered):
-            if place.file == file:
-                places.setdefault((place.line, place.column), {})[place.text] = number
-        trees[file] = ast.fix_missing_locations(_Watched(places).visit(ast.parse(files()[file])))
-    with _swapped(trees, {"__branch__": note}):
+    with _swapped(place.file, tree):
         yield
 
 
@@ -207,19 +119,17 @@ def watched(seen: set[Branch], folders: tuple[str, ...] = ("",)) -> Iterator[Non
 
 
 @contextmanager
-def _swapped(trees: dict[str, ast.Module], names: dict[str, Any]) -> Iterator[None]:
-    """Loaded functions of some files run the code of other syntax trees, which may use `names`."""
+def _swapped(file: str, tree: ast.Module) -> Iterator[None]:
+    """Loaded functions of a file run the code of another syntax tree."""
     put_back: list[Callable[[], None]] = []
     loaded = _functions(frozenset(name for name in sys.modules if name.partition(".")[0] == "trainer"))
     try:
-        for file, tree in trees.items():
-            new = {_name(code): code for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))}
-            for function in loaded.get(file, []):
-                code = new.get(_name(function.__code__))
-                if code is not None and code.co_freevars == function.__code__.co_freevars:
-                    put_back.append(functools.partial(setattr, function, "__code__", function.__code__))
-                    function.__code__ = code
-                    function.__globals__.update(names)
+        new = {_name(code): code for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))}
+        for function in loaded.get(file, []):
+            code = new.get(_name(function.__code__))
+            if code is not None and code.co_freevars == function.__code__.co_freevars:
+                put_back.append(functools.partial(setattr, function, "__code__", function.__code__))
+                function.__code__ = code
         yield
     finally:
         for undo in put_back:

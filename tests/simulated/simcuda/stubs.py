@@ -20,7 +20,6 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 from torch.nn.parallel import comm
 from torch.utils import _foreach_utils as grouping
 
-from tests.simulated.simcuda import batch_norm
 from tests.simulated.simcuda.functions import Functions, answers, index_of
 from tests.simulated.simcuda.kernels import Kernels
 from tests.simulated.simcuda.machine import Card, Machine
@@ -52,7 +51,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
     stubs: dict[Any, dict[str, Any]] = {
         torch.cuda: _cuda(machine),
         torch.accelerator: _accelerator(machine),
-        torch: _autocast() | batch_norm.KERNELS,
+        torch: _autocast(),
         torch.autograd: {"_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)},
         comm: _between_devices(machine),
         dist: {

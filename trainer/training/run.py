@@ -120,7 +120,7 @@ class Run:
         self.num_classes = self.recipe.model.num_classes or len(self.datasets.classes)
         self.timer = StepTimer(self.world.drives, self.recipe.logging.warmup_steps)
         self.ledger.devices = self.world.drives
-        self.noticed = Noticed(StrainMeter(self.world.drives, self.world.place.local_size))
+        self.noticed = Noticed(StrainMeter(self.world.place.local_size))
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, self.updater, self.optimizer, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)

@@ -143,9 +143,7 @@ def timeline(run: Run) -> None:
     """The pipeline's, as drawn in the run folder at the end of the last epoch."""
     path = run.tracker.path
     if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
-        encoded = (path / "timeline.png").read_bytes()
-        size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
-        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.position.step)
+        _picture(run, "timeline", gallery.EncodedImage((path / "timeline.png").read_bytes()), run.position.step)
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:

@@ -108,13 +108,6 @@ def test_a_loss_above_guessing(tmp_path):
     assert result(tmp_path / "lower")["train_loss"] < end["train_loss"] / 10
 
 
-def test_a_loss_that_grows(tmp_path):
-    """At a rate that rises beyond what the weights can bear."""
-    words = [*DIGITS, "schedule.name=constant", "schedule.warmup_epochs=8", "epochs=9", "optimizer.lr=20"]
-    meanwhile, end = trained(tmp_path, *words)
-    assert len([line for line in meanwhile if "the loss" in line]) == 1 and learning(end) == {"loss"}, end["losses"]
-
-
 def test_accuracy_at_the_largest_class(made):
     words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
     meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")

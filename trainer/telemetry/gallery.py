@@ -127,7 +127,8 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     # A share of wrong ones is small where it matters, so its root is shown.
     colours = 245 + (np.where(right, RIGHT, WRONG) - 245.0) * np.where(right, shares, np.sqrt(shares))
     axes.imshow(colours.round().astype(np.uint8), interpolation="nearest")
-    axes.set_title("rows: actual class; columns: predicted class", loc="left", color=plots.INK, fontsize=9)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("actual class")
     axes.set_xticks([])
     axes.set_yticks([])
     if count <= WRITTEN:

@@ -169,12 +169,10 @@ def ended_early(run: Run, status: str, reason: str) -> None:
         return
     with dispensable(run.tracker):
         again, words = _next(run, words_of(run.recipe)), reason[:1].upper() + reason[1:]
-        advice = (
-            "#### How to go on"
-            if status == "preempted"
-            else "#### To go on from its newest checkpoint, if there is one"
-        )
-        page = {f"### {'Stopped' if status == 'preempted' else 'Failed'} at step {run.position.step}": escaped(words)}
+        ended, advice = "Failed", "#### To go on from its newest checkpoint, if there is one"
+        if status == "preempted":
+            ended, advice = "Stopped", "#### How to go on"
+        page = {f"### {ended} at step {run.position.step}": escaped(words)}
         tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, run.position.step))
         tracker.show(dashboards.ended(well=False), run.position.step)
 
@@ -316,7 +314,7 @@ def named(run: Run, target: Tensor) -> str:
 def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
     """What it is and what was said of it; of the worst, some may be right, and hardly."""
     actual, ranked = named(run, mistake.target), mistake.predicted
-    end = ""
+    prediction = end = ""
     if run.task.reads == "values":
         prediction = ", ".join(f"{number:.4g}" for _, number in ranked)
     elif run.task.reads == "classes":
@@ -326,7 +324,5 @@ def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
         (place, number), *_ = ranked
         prediction = name(run, place)
         end = f" {number:.0%}{', right' if prediction == actual else ''}"
-    else:
-        prediction = ""
     lines = [(f"is {actual}", "")] * bool(actual)
     return [*lines, (f"said {prediction}", end) if prediction else (f"loss {mistake.loss:.3g}", "")]

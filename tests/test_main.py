@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import re
@@ -224,15 +223,15 @@ class OutOfMemoryError(RuntimeError):
         (
             InductorError("ImportError: /tmp/torchinductor_me/zv/cz.main.so: file too short"),
             3,
-            "/tmp/torchinductor_me/zv/cz.main.so is incomplete (file too short): a run was stopped while "
-            "compiling it; rm /tmp/torchinductor_me/zv/cz.main.so, and the next run compiles it again",
+            "ImportError: /tmp/torchinductor_me/zv/cz.main.so: file too short: a run was stopped while compiling it; "
+            "remove that file",
         ),
         (ImportError("/home/me/lib/mine.so: file too short"), 1, "ImportError: /home/me/lib/mine.so: file too short"),
         (
             RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"),
             2,
-            "deterministic=true: torch has no deterministic adaptive_avg_pool2d_backward_cuda (of AdaptiveAvgPool2d "
-            "layers): use deterministic=false, devices=[cpu], or a model",
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set: use "
+            "deterministic=false",
         ),
         (
             RuntimeError(
@@ -240,14 +239,12 @@ class OutOfMemoryError(RuntimeError):
                 "uses CuBLAS and you have CUDA >= 10.2"
             ),
             2,
-            "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8",
+            "Deterministic behavior was enabled",
         ),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
 )
-def test_explain(error: BaseException, code: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which torch sets where it has compiled before
-    importlib.import_module("torch.nn")  # whose layers are looked up by name
+def test_explain(error: BaseException, code: int, expected: str) -> None:
     line, found = cli.explain(error)
     assert found == code
     assert line.startswith(expected)

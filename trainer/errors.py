@@ -12,8 +12,6 @@ import re
 import sys
 import traceback
 from importlib.util import find_spec
-from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
-from shlex import quote
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
 
@@ -117,17 +115,11 @@ def explain(error: BaseException) -> tuple[str, int]:
         return text, error.code
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C", Interrupted.code
-    if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
-        advice = "raise batch_size, or lower accumulate or pipeline.microbatches"
-        return f"a batch of one value a channel cannot be normalised by BatchNorm: {advice}", RecipeError.code
-    if (torn := _torn_kernel(error, text)) is not None:
-        return torn, SetupError.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
-    if isinstance(error, RuntimeError) and text == "Could not determine home directory.":  # pathlib's, of ~name
-        return "a path begins with ~ but there is no user of that name: write the whole path", RecipeError.code
-    if (nondeterministic := _nondeterministic(text)) is not None:
-        return nondeterministic, RecipeError.code
+    for sign, kind, advice in ADVICE:
+        if re.search(sign, f"{type(error).__name__}: {text}"):
+            return f"{text[:300]}: {advice}", kind.code
     if is_out_of_memory(error):
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
@@ -141,6 +133,18 @@ def explain(error: BaseException) -> tuple[str, int]:
     return without_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
+# What errors of Python and torch say (after their kind's name), what they are, and what to type.
+ADVICE = (
+    ("^ValueError: Expected more than 1 value per channel", RecipeError,
+     "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"),
+    ("^RuntimeError: Could not determine home directory", RecipeError,
+     "a path begins with ~ but there is no user of that name: write the whole path"),
+    ("does not have a deterministic implementation", RecipeError, "use deterministic=false, or a model without it"),
+    ("not deterministic because it uses CuBLAS", RecipeError, "leave CUBLAS_WORKSPACE_CONFIG unset"),
+    # torch takes what lies in its folder of compiled code as it is, so every later run would end there.
+    (r"(InductorError|BackendCompilerFailed|torchinductor).*\.so: (file too short|invalid ELF header|cannot read file)",
+     SetupError, "a run was stopped while compiling it; remove that file, and the next run compiles it again"),
+)  # fmt: skip
 # Files of ours, of installed libraries and of Python itself.
 NOT_THE_USERS = rf"^{re.escape(os.path.dirname(os.path.abspath(__file__)))}/|/(site|dist)-packages/|/lib/python\d"
 
@@ -184,50 +188,8 @@ def installation_fault(error: BaseException) -> str | None:
         frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
         if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
             return None
-    limited = getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY  # ulimit -v
-    if "annot allocate memory" in text or ("failed to map segment" in text and limited):
-        advice = "type ulimit -v unlimited, or ask for a job with more memory"
-        return f"torch cannot be loaded ({text[:160]}): this process may not use enough memory: {advice}"
-    return (
-        f"torch or torchvision cannot be loaded ({text[:160]}): reinstall both, "
-        "pip install --force-reinstall torch torchvision"
-    )
-
-
-def _torn_kernel(error: BaseException, text: str) -> str | None:
-    """One line where compile=true meets a file that a stopped run was still compiling; None for other errors.
-
-    torch takes what lies in its folder of compiled code as it is, so every later run would end there.
-    """
-    match = re.search(r"(/[^\n]*?\.so): (file too short|invalid ELF header|cannot read file data)", text)
-    kinds = ("InductorError", "BackendCompilerFailed", "ImportError", "OSError")
-    if match is None or type(error).__name__ not in kinds:
-        return None
-    file, folder = match[1], os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    home = os.path.dirname(os.path.dirname(file))
-    if os.path.abspath(folder) != os.path.abspath(home) if folder else "torchinductor" not in os.path.basename(home):
-        return None  # a library of the user's own
-    return (
-        f"{file} is incomplete ({match[2]}): a run was stopped while compiling it; rm {quote(file)}, "
-        f"and the next run compiles it again (or remove everything that was compiled, {home})"
-    )
-
-
-def _nondeterministic(text: str) -> str | None:
-    """What deterministic=true met, in one line: torch raises it for every operation that it has no such kernel for."""
-    match = re.search(r"(\w+) does not have a deterministic implementation", text)
-    if match is not None:
-        operation = match[1]
-        words = re.sub("_(backward|forward|out|cuda|template|with_indices)", "", operation).split("_")
-        layer = "".join(word[:1].upper() + word[1:] for word in words)
-        known = hasattr(sys.modules.get("torch.nn"), layer)
-        return (
-            f"deterministic=true: torch has no deterministic {operation}{f' (of {layer} layers)' if known else ''}: "
-            f"use deterministic=false{', devices=[cpu]' if 'cuda' in operation else ''}, or a model without it"
-        )
-    if "not deterministic because it uses CuBLAS" in text:
-        return "deterministic=true: set CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8, or leave it unset, which is the same"
-    return None
+    advice = "reinstall them, pip install --force-reinstall torch torchvision, or try more memory, ulimit -v unlimited"
+    return f"torch or torchvision cannot be loaded ({text[:160]}): {advice}"
 
 
 def text_of(error: BaseException) -> str:

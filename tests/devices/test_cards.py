@@ -27,7 +27,6 @@ def machine(monkeypatch):
         names = [f"/dev/nvidia{index}" for index in range(nodes)]
         monkeypatch.setattr(cards, "device_nodes", lambda: (names, list(perhaps)))
         monkeypatch.setattr(cards, "_openable", lambda nodes: nodes)
-        monkeypatch.setattr(cards, "driver_version", lambda: "535.104.05")
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: count, raising=False)
@@ -56,33 +55,13 @@ def typed(monkeypatch, capsys, *words):
     return code, capsys.readouterr().err, ran
 
 
-BROKEN = [
-    (
-        "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver",
-        ["driver 535.104.05 (knows CUDA 12.2) is too old for torch", "update the driver", cards.CUDA_12],
-    ),
-    ("Found no NVIDIA driver on your system. Please check", ["libcuda.so.1 is missing", "docker run --gpus all"]),
-    (
-        "Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda driver",
-        ["differ", "restart the machine"],
-    ),
-    ("Error 804: forward compatibility was attempted on non supported HW", ["needs a newer driver"]),
-    ("Error 802: system not yet initialized", ["nvidia-fabricmanager"]),
-    ("all CUDA-capable devices are busy or unavailable", ["nvidia-smi -c DEFAULT"]),
-    ("CUDA unknown error - this may be due to an incorrectly set up environment", ["nvidia_uvm"]),
-    ("No CUDA GPUs are available", ["CUDA finds none", "nvidia-smi"]),
-    ("something quite new", ["CUDA cannot use it: something quite new", "nvidia-smi"]),
-]
-
-
-@pytest.mark.parametrize(("reason", "says"), BROKEN, ids=[reason[:30] for reason, _ in BROKEN])
-def test_cards_that_cuda_cannot_use_stop_with_what_to_type(machine, monkeypatch, capsys, reason, says):
+@pytest.mark.parametrize("reason", ["No CUDA GPUs are available", "the driver is too old (found version 12020)"])
+def test_cards_that_cuda_cannot_use_stop_with_what_to_type(machine, monkeypatch, capsys, reason):
     machine(2, reason=reason)
     for words in (["mode=single"], [], ["devices=[cuda:0]", "mode=single"]):
         code, line, ran = typed(monkeypatch, capsys, "recipe=digits", *words)
         assert (code, ran, line.count("\n")) == (3, [], 1)
-        for part in ["this machine has 2 NVIDIA cards", "devices=[cpu]", *says]:
-            assert part in line
+        assert all(part in line for part in ("this machine has 2 NVIDIA cards", "devices=[cpu]", "nvidia-smi", reason))
     for words in (["recipe=digits", "devices=[cpu]"], ["recipe=digits_hogwild"]):
         assert typed(monkeypatch, capsys, *words)[:2] == (0, "")
 
@@ -103,21 +82,23 @@ def test_builds_for_other_machines(machine, monkeypatch, capsys):
     assert code == 3 and "built without CUDA" in line and cards.REINSTALL in line and "devices=[cpu]" in line
     machine(0, reason="No HIP GPUs are available", cuda=None, hip="7.2", perhaps=["/dev/kfd"])
     code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "mode=single")
-    assert code == 3 and "groups render and video" in line
+    assert code == 3 and "No HIP GPUs" in line
 
 
 @pytest.mark.parametrize(
     ("shown", "count", "says"),
     [
-        ("0,0", 0, "type CUDA_VISIBLE_DEVICES=0"),
+        ("0,0", 0, "names a card twice"),
         ("all", 0, "'all' is not a card; type CUDA_VISIBLE_DEVICES=0,1"),
-        ("cuda:0", 0, "'cuda:0' is not a card"),
-        ("0;1", 0, "'0;1' is not a card"),
         ("0,", 0, "'' is not a card"),
         ("7", 0, "there is no card 7"),
         ("0,7,1", 1, "there is no card 7, and CUDA leaves out what follows it: type CUDA_VISIBLE_DEVICES=0 for"),
         ("GPU-8932f937,GPU-ffffffff", 1, "there is no card GPU-ffffffff"),
-        ("MIG-a5f2-1,MIG-a5f2-2", 1, "one part of a divided card: name one, CUDA_VISIBLE_DEVICES=MIG-a5f2-1"),
+        (
+            "MIG-a5f2-1,MIG-a5f2-2",
+            1,
+            "one part of a divided card, so start a training for each part: type CUDA_VISIBLE_DEVICES=MIG-a5f2-1",
+        ),
     ],
 )
 def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, shown, count, says):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.devices import cards, health
+from trainer.devices import health
 from trainer.errors import DeviceMemoryError, SetupError
 from trainer.processes import resources
 from trainer.processes.rank import Place
@@ -51,15 +51,8 @@ def card(monkeypatch):
 
 def test_a_card_that_this_torch_has_no_code_for(card):
     card((6, 1))
-    with pytest.raises(SetupError) as old:
+    with pytest.raises(SetupError, match=r"^cuda:1 \(Tesla P40\) .* 6\.1, .*sm_75, sm_80: .*\[cuda:0,cuda:2\]"):
         health.check_card(CUDA[1], 3)
-    for part in (
-        "cuda:1 (Tesla P40) has compute capability 6.1",
-        "code for 7.5, 8.0",
-        cards.CUDA_12,
-        "[cuda:0,cuda:2]",
-    ):
-        assert part in str(old.value)
     card((12, 0))
     with pytest.raises(SetupError, match=r"devices=\[cpu\]"):
         health.check_card(CUDA[0], 1)

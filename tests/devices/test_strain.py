@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from trainer.devices import host, strain
+from trainer.devices import strain
 from trainer.devices.strain import StrainMeter
 
 SECOND = round(1 / strain.TICK)
@@ -19,10 +16,9 @@ class Machine:
     """Two cores; this process; a neighbour. Counters by seconds."""
 
     def __init__(self, path, monkeypatch):
-        self.proc, self.sys, self.now = path / "proc", path / "sys", 0.0
+        self.proc, self.now = path / "proc", 0.0
         for module, name, value in (
-            (strain, "PROC", self.proc), (host, "PROC", self.proc),
-            (host, "GROUPS", self.sys / "fs/cgroup"), (strain.time, "perf_counter", lambda: self.now),
+            (strain, "PROC", self.proc), (strain.time, "perf_counter", lambda: self.now),
             (strain.time, "process_time", lambda: 0.0), (strain.os, "sched_getaffinity", lambda _: {0, 1}),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
@@ -32,7 +28,7 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0, stopped=0):
+    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0):
         """So much later both cores together were busy for so long, this process had so much, and waited so long."""
         self.now += seconds
         core = f"{int(busy / 2 * SECOND)} 0 0 0 0 0 0 {int(stolen / 2 * SECOND)} 0 0"
@@ -43,8 +39,6 @@ class Machine:
             quarters = " ".join([str(int(spent / 4 * SECOND))] * 4)  # its own, its system's, those of its dead children
             fields = f"S {above} 0 0 0 0 0 0 0 0 99999 {quarters} 99999"
             self.write(self.proc / str(number) / "stat", f"{number} (a (b) c) {fields}\n")
-        self.write(self.sys / "fs/cgroup/cpu.max", "150000 100000\n")
-        self.write(self.sys / "fs/cgroup/cpu.stat", f"nr_periods {int(10 * self.now)}\nnr_throttled {stopped}\n")
 
 
 @pytest.fixture
@@ -75,34 +69,7 @@ def test_ranks_of_one_run_are_no_others(processes, others, machine):
     assert meter.read().others == pytest.approx(others, abs=0.01)
 
 
-def test_a_container_that_was_stopped(machine):
-    meter = StrainMeter()
-    machine.after(10, stopped=15)
-    assert meter.read().quota is None
-    machine.after(10, stopped=60)
-    assert meter.read().quota == 1.5
-
-
-@pytest.mark.parametrize(("bits", "cause"), [(0x20, "heat"), (0x40, "heat"), (0x80, "power"), (0x4, ""), (0x1, "")])
-def test_a_card_that_slows_itself_down(bits, cause, machine, monkeypatch):
-    """The power limit, 0x4, is what a card at full work runs into."""
-    library = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=str, nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: bits
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
-    meter = StrainMeter([torch.device("cuda:1")])
-    assert not meter.read().throttled, "once is a moment"
-    assert (
-        (cause in meter.read().throttled and "cuda:1" in meter.read().throttled)
-        if cause
-        else not meter.read().throttled
-    )
-
-
 def test_a_machine_that_tells_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(strain, "PROC", tmp_path)
-    monkeypatch.setattr(host, "PROC", tmp_path)
-    monkeypatch.setattr(host, "GROUPS", tmp_path)
-    found = StrainMeter([torch.device("cpu")]).read()
-    assert (found.others, found.quota, found.throttled) == (0.0, None, "")
+    found = StrainMeter().read()
+    assert (found.others, found.ready) == (0.0, 0.0)

@@ -44,10 +44,7 @@ def test_a_run_that_is_well():
         ([7, 5, 4, 3], ""),  # falls
         ([2.5, 2.48, 2.5], ""),  # fresh weights that learn slowly
         ([9], ""),
-        ([2.2, 0.4, 0.7, 1.3], "grows"),
-        ([2.2, 0.4, 1.3, 0.7], ""),
-        ([2.2, 0.4, 0.45, 0.5], ""),
-        ([2.2, 0.01, 0.05, 0.1], ""),  # by chance
+        ([2.2, 0.4, 0.7, 1.3], ""),  # still better than guessing
         ([2.2, math.inf, 3, 4], ""),
     ],
 )
@@ -67,7 +64,7 @@ def test_a_loss_of_another_kind():
     plain = {"classes": None, "actual": (), "predicted": (), "before": (), "validation": [{"loss": 12.0}] * 3}
     assert told(**plain, losses=[70, 90, 100]) == {}
     assert told(**plain, losses=[70, 40, 50, 61]) == {}
-    assert "grows" in told(**plain, losses=[70, 40, 60, 90])["loss"]
+    assert "worse than at the beginning" in told(**plain, losses=[70, 40, 60, 90])["loss"]
     assert told(**plain, losses=[-1, -4, -3, -0.5]) == {}
 
 
@@ -125,16 +122,6 @@ def test_what_is_not_learned_by_heart(changes, words):
     assert "memorised" not in told(*words, **{**HEART, **changes})
 
 
-def test_a_rate_that_still_rises():
-    found = told("schedule.warmup_epochs=8", warmup=800)["learning rate"]
-    assert suggested(found) == ["schedule.warmup_epochs=0.6"]
-    assert "learning rate" in told("schedule.warmup_epochs=8", warmup=800, step=100, over=False)
-    assert "learning rate" not in told("schedule.warmup_epochs=8", warmup=800, step=100, steps=4000, over=False)
-    assert "learning rate" in told("schedule.warmup_epochs=8", warmup=800, step=100, steps=4000)  # it was stopped
-    assert told("schedule.warmup_epochs=1", warmup=100) == {}
-    assert "learning rate" not in told("schedule.warmup_epochs=8", warmup=800, step=20, steps=20)  # a trial
-
-
 def test_a_class_that_is_never_predicted():
     found = told(**GUESSED)["never predicted"]
     assert "predicted as a," in found and "40 of it" in found and "data.balance=true" in suggested(found)
@@ -162,8 +149,6 @@ def test_the_machine():
     assert suggested(told(strain=Strain(9.0, 0.55), threads=2)["cores"]) == ["threads=1"]
     assert suggested(told(strain=Strain(9.0, 0.55))["cores"]) == []
     assert told(strain=Strain(9.0, 0.15)) == told(strain=Strain(0.5, 0.55)) == {}
-    assert suggested(told(strain=Strain(9.0, quota=2.5))["throttled"]) == ["threads=2"]
-    assert "nvidia-smi" in told(strain=Strain(9.0, throttled="cuda:0 by heat"))["throttled"]
 
 
 def test_a_rate_that_scatters():

@@ -13,7 +13,7 @@ from trainer.recipe import load
 from trainer.saving.journal import read_journal
 
 SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "threads=1"]
-MACHINE = {"cores", "rate", "throttled"}
+MACHINE = {"cores", "rate"}
 DIGITS = ["recipe=digits_single", *SMALL]
 CHARTED = [word for word in SMALL if "tensorboard" not in word]
 MADE = """
@@ -108,13 +108,6 @@ def test_a_loss_above_guessing(tmp_path):
     assert result(tmp_path / "lower")["train_loss"] < end["train_loss"] / 10
 
 
-def test_a_loss_that_grows(tmp_path):
-    """At a rate that rises beyond what the weights can bear."""
-    words = [*DIGITS, "schedule.name=constant", "schedule.warmup_epochs=8", "epochs=9", "optimizer.lr=20"]
-    meanwhile, end = trained(tmp_path, *words)
-    assert len([line for line in meanwhile if "the loss" in line]) == 1 and learning(end) == {"loss"}, end["losses"]
-
-
 def test_accuracy_at_the_largest_class(made):
     words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
     meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")
@@ -138,22 +131,12 @@ def test_a_class_never_predicted(made):
     assert "never predicted" not in learning(result(made / "balanced"))
 
 
-def test_a_rate_that_still_rises(tmp_path):
-    words = [*DIGITS, "model.name=mlp", "schedule.warmup_epochs=9", "epochs=4"]
-    _, end = trained(tmp_path, *words)
-    assert learning(end) == {"learning rate"}
-    [shorter] = suggested(end["warnings"]["learning rate"])
-    ok("recipe=digits_single", *instead(words, shorter), "output=shorter", cwd=tmp_path)
-    assert result(tmp_path / "shorter")["train_loss"] < end["train_loss"]
-
-
 def test_a_machine_that_cannot_compute(tmp_path):
-    found = "others=0.55, throttled='cuda:1 by heat'"
+    found = "others=0.55"
     (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED.format(found=found)))
     meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
-    for words in (["other programs", "55%", "type top"], ["cuda:1 by heat", "type nvidia-smi"]):
-        [line] = [line for line in meanwhile if words[0] in line]
-        assert all(word in line and word in end["verdict"]["sentence"] for word in words)
+    [line] = [line for line in meanwhile if "other programs" in line]
+    assert all(word in line and word in end["verdict"]["sentence"] for word in ("55%", "type top"))
 
 
 SLOW = """
@@ -171,7 +154,7 @@ SLOW = """
 
     class Meter(noticing.StrainMeter):
         def read(self):
-            return Strain(1.0, throttled="cpu:1 by heat")
+            return Strain(1.0, ready=0.9)
 
     class Slow(nn.Linear):
         def forward(self, x):
@@ -209,7 +192,7 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     meanwhile, end = trained(tmp_path, *words, "model.name=slow", "max_steps=80", "epochs=9")
     [line] = [line for line in meanwhile if line.startswith("rank 1 (")]  # of moments also the other may be
     assert line == end["warnings"]["rank 1"] and "slower than the others" in line and "cpu" in line
-    assert ("by heat" in line) == compute and ("images come late" in line) != compute
+    assert ("90%" in line) == compute and ("images come late" in line) != compute
     [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     assert [sentence for sentence in attempt.noticed if sentence.endswith(line)]
     assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20

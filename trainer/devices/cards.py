@@ -51,28 +51,22 @@ def detect(environment: Mapping[str, str] = os.environ) -> Cards:
         return Cards()
     import torch
 
-    if torch.version.cuda is None and torch.version.hip is None:
-        what = f"torch {torch.__version__} is built without CUDA, and this machine has {_cards(nodes)}"
-        return Cards(fault=SetupError(f"{what}: install one with it, {REINSTALL}, {ON_CPU}") if nodes else None)
     count, reason = runtime_count()
-    if not count and names is not None and "GPUs are available" in reason:
-        return Cards(fault=RecipeError(_fewer(str(shown), names, 0)))
+    if names is not None and count < len(names) and (count or "GPUs are available" in reason):
+        return Cards(count, RecipeError(_fewer(str(shown), names, count)))
     if not count:
         ours = nodes or torch.version.hip is not None
-        return Cards(fault=SetupError(explain_none(reason, nodes, torch.__version__)) if ours else None)
-    if names is not None and count < len(names):
-        return Cards(count, RecipeError(_fewer(str(shown), names, count)))
+        here = f"this machine has {_cards(nodes)}, but " if nodes else ""
+        what = f"{here}torch {torch.__version__} cannot use it ({reason[:300] or 'CUDA gives no reason'})"
+        return Cards(fault=SetupError(f"{what}: see whether nvidia-smi lists it; {ON_CPU}") if ours else None)
     hidden = 0 if names is not None or count >= len(nodes) or glob.glob(MIG) else len(_openable(nodes)) - count
-    if hidden > 0:
-        listed = ",".join(f"cuda:{index}" for index in range(count))
-        return Cards(
-            count,
-            SetupError(
-                f"this machine has {_cards(nodes)} and CUDA sees {count}: {hidden} may have failed (nvidia-smi and "
-                f"dmesg tell); train on those it sees with devices=[{listed}]"
-            ),
-        )
-    return Cards(count)
+    if hidden <= 0:
+        return Cards(count)
+    listed = ",".join(f"cuda:{index}" for index in range(count))
+    what = (
+        f"this machine has {_cards(nodes)} and CUDA sees {count}: {hidden} may have failed (nvidia-smi and dmesg tell)"
+    )
+    return Cards(count, SetupError(f"{what}; train on those it sees with devices=[{listed}]"))
 
 
 MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"  # a process sees one part of a divided card, so fewer is right
@@ -111,31 +105,22 @@ def visible(text: str | None) -> list[str] | None:
     names = [name.strip() for name in text.split(",")]
     if "-1" in names:  # CUDA reads up to there
         names = names[: names.index("-1")]
-    word = f"CUDA_VISIBLE_DEVICES={text[:80]}"
-    for name in names:
-        if not re.fullmatch(r"\d{1,4}|GPU-[0-9a-fA-F-]+|MIG-[\w/-]+", name):
-            raise RecipeError(
-                f"{word}: '{name[:40]}' is not a card; type CUDA_VISIBLE_DEVICES=0,1 (numbers, or names as nvidia-smi "
-                "-L prints them), or leave it unset for all cards"
-            )
-    if len(set(names)) < len(names):
-        once = ",".join(dict.fromkeys(names))
-        raise RecipeError(f"{word} names a card twice, and CUDA then sees none: type CUDA_VISIBLE_DEVICES={once}")
+    odd = [name for name in names if not re.fullmatch(r"\d{1,4}|GPU-[0-9a-fA-F-]+|MIG-[\w/-]+", name)]
+    if odd or len(set(names)) < len(names):
+        wrong = f"'{odd[0][:40]}' is not a card" if odd else "it names a card twice, and CUDA then sees none"
+        raise RecipeError(
+            f"CUDA_VISIBLE_DEVICES={text[:80]}: {wrong}; type CUDA_VISIBLE_DEVICES=0,1 (numbers, or names as "
+            "nvidia-smi -L prints them), or leave it unset for all cards"
+        )
     return names
 
 
 def _fewer(shown: str, names: Sequence[str], count: int) -> str:
-    word = f"CUDA_VISIBLE_DEVICES={shown[:80]}"
+    what = f"there is no card {names[count]}, and CUDA leaves out what follows it"
     if count and names[count].startswith("MIG-"):
-        return (
-            f"{word}: CUDA gives a process one part of a divided card: name one, CUDA_VISIBLE_DEVICES={names[0]}, or "
-            "start a training for each part"
-        )
+        what = "CUDA gives a process one part of a divided card, so start a training for each part"
     rest = f"type CUDA_VISIBLE_DEVICES={','.join(names[:count])} for those before it, " if count else ""
-    return (
-        f"{word}: there is no card {names[count]}, and CUDA leaves out what follows it: {rest}or leave it unset for "
-        "all cards; nvidia-smi -L lists them"
-    )
+    return f"CUDA_VISIBLE_DEVICES={shown[:80]}: {what}: {rest}or leave it unset for all cards; nvidia-smi -L lists them"
 
 
 def runtime_count() -> tuple[int, str]:
@@ -146,6 +131,8 @@ def runtime_count() -> tuple[int, str]:
     """
     import torch
 
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0, f"it is built without CUDA: {REINSTALL}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch._C._cuda_getDeviceCount()
@@ -156,39 +143,6 @@ def runtime_count() -> tuple[int, str]:
         except (RuntimeError, AssertionError) as error:
             return 0, " ".join(str(error).split())
     return 0, " ".join(str(warning.message) for warning in caught)
-
-
-# What CUDA says when it finds no device, why, and what helps.
-REASONS = (
-    ("No HIP GPUs", "torch {torch} is built for ROCm and finds no GPU", "join the groups render and video, or see "
-     "whether rocminfo lists it"),
-    ("too old", "the NVIDIA driver{driver} is too old for torch {torch}", "update the driver, or install {cuda12}"),
-    ("Found no NVIDIA driver", "the driver's library libcuda.so.1 is missing", "install NVIDIA's driver; in a "
-     "container, start it with docker run --gpus all"),
-    ("unsupported display driver", "the driver's library and its kernel module differ", "restart the machine; in a "
-     "container, its libcuda must be the machine's"),
-    ("forward compatibility", "this card needs a newer driver", "update the driver, or install {cuda12}"),
-    ("not yet initialized", "the cards' links are not ready", "start them: sudo systemctl start nvidia-fabricmanager"),
-    ("busy or unavailable", "another process holds the cards (exclusive mode)", "end it, or sudo nvidia-smi -c "
-     "DEFAULT"),
-    ("GPUs are available", "CUDA finds none", "in a container, start it with docker run --gpus all; else see whether "
-     "nvidia-smi lists them"),
-    ("unknown error", "CUDA fails with an unknown error", "sudo modprobe nvidia_uvm, or restart the machine"),
-)  # fmt: skip
-
-
-def explain_none(reason: str, nodes: Sequence[str], version: str) -> str:
-    """One line for cards that are here while CUDA sees none of them: the cause and what to type."""
-    here = f"this machine has {_cards(nodes)}, but " if nodes else ""
-    cause, remedy = f"CUDA cannot use it: {reason[:200] or 'it gives no reason'}", "see whether nvidia-smi lists it"
-    for sign, known, helps in REASONS:
-        if sign.lower() in reason.lower():
-            match = re.search(r"found version (\d+)", reason)
-            knows = f" (knows CUDA {int(match[1]) // 1000}.{int(match[1]) % 1000 // 10})" if match else ""
-            words = {"driver": f" {driver_version()}".rstrip() + knows, "torch": version, "cuda12": CUDA_12}
-            cause, remedy = known.format(**words), helps.format(**words)
-            break
-    return f"{here}{cause}: {remedy}; {ON_CPU}"
 
 
 def driver_version() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from trainer.devices.cards import CUDA_12, REINSTALL
+from trainer.devices.cards import CUDA_12
 from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -36,17 +36,16 @@ def check_card(device: torch.device, count: int) -> None:
             capability = torch.cuda.get_device_capability(device)
         builds = [] if torch.version.hip else torch.cuda.get_arch_list()
         if builds and not runs_on(capability, builds):
-            raise SetupError(f"{name} {_no_code(capability, builds, torch.__version__)}; or {without}")
+            has = f"has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} has code for"
+            raise SetupError(f"{name} {has} {', '.join(builds)}: install a newer torch, or {CUDA_12}; or {without}")
         total = int(torch.arange(4096, device=device).sum())
     except RuntimeError as error:
         if is_out_of_memory(error):
-            raise DeviceMemoryError(
-                f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it; or {without}"
-            ) from error
+            what = f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it"
+            raise DeviceMemoryError(f"{what}; or {without}") from error
         reason = " ".join(str(error).split())[:160]
         raise SetupError(
-            f"{name} does not compute ({reason}): nvidia-smi -q and dmesg tell more, a restart of the machine may "
-            f"help; or {without}"
+            f"{name} does not compute ({reason}): nvidia-smi -q and dmesg tell more; or {without}"
         ) from error
     if total != 4096 * 4095 // 2:
         raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
@@ -65,17 +64,6 @@ def runs_on(capability: tuple[int, int], builds: Iterable[str]) -> bool:
         if number <= card <= last:
             return True
     return False
-
-
-def _no_code(capability: tuple[int, int], builds: Iterable[str], version: str) -> str:
-    numbers = sorted(int(digits[0]) for build in builds if (digits := re.findall(r"\d+", build)))
-    card = 10 * capability[0] + capability[1]
-    old = bool(numbers) and card < numbers[0]
-    has = ", ".join(f"{number // 10}.{number % 10}" for number in numbers)
-    return (
-        f"has compute capability {capability[0]}.{capability[1]}, and torch {version} has code for {has}: install "
-        f"{CUDA_12 if old else 'a newer torch, ' + REINSTALL + ' --upgrade'}"
-    )
 
 
 def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
@@ -126,6 +114,5 @@ def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
     if wrong:
         raise SetupError(
             f"copies from card to card come out wrong ({', '.join(wrong[:4])}{' ...' * (len(wrong) > 4)}): switch the "
-            "IOMMU or PCIe ACS off (in the BIOS, or iommu=off for the kernel) and update the driver; until then train "
-            "with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
+            "IOMMU or PCIe ACS off; until then train with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
         )

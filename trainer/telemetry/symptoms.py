@@ -22,7 +22,6 @@ OF_CLASS = 20
 STANDS = 3  # epochs without any change: one or two of them happen to a run that begins slowly
 ABOVE = 1.1  # times guessing: fresh weights are less than that above it, or fall below within an epoch
 GROWN = 1.5  # times the lowest: what chance does between epochs is far less
-FEEBLE = 0.1  # of guessing: below it, losses of a model that has learned all may double by chance
 LEARNED = 0.05  # loss above its floor: 95 % of the probability is on the right class
 WRONG = 0.1  # share of held-out samples: a model that generalises is below, or its training loss is not near zero
 OTHERS = 0.2  # share of the cores' time: less lengthens a run by less than a quarter
@@ -81,40 +80,29 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
     losses, settled, guess = facts.losses, facts.settled, facts.guessing
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
-    lower = _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
     last, least = losses[-1], min(losses)
-    # In a warm-up a loss may begin high, and does not come back there from below.
-    astray = last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))
-    if guess is not None and last > ABOVE * guess and astray:
-        course = f"worse than guessing ({guess:.2f}) and does not fall, {last:.4g} now"
-        return f"the loss is {course}: lower optimizer.lr{lower}"
-    grows = len(losses) > 2 and losses[-1] > losses[-2] > losses[-3] and last > GROWN * least > 0
     # Of a loss whose size means nothing to us, only what undoes all learning is told.
-    if grows and last > (losses[0] if guess is None else FEEBLE * guess):
-        course = f"from {least:.4g} in epoch {losses.index(least) + 1} to {last:.4g} now"
-        return f"the loss grows, {course}: lower optimizer.lr{lower}"
-    return None
+    above = ABOVE * guess if guess is not None else max(losses[0], GROWN * abs(least))
+    # In a warm-up a loss may begin high, and does not come back there from below.
+    if last <= above or not (last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))):
+        return None
+    than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
+    return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{_gentler(recipe)}"
 
 
 def _not_finite(facts: Facts, recipe: Recipe) -> str | None:
     if not (count := len(facts.skipped)):
         return None
     which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (count > 5)
-    text = f"a loss or gradient was not finite in {count} step{'s' * (count > 1)} ({which}), which "
-    text += "were left out" if count > 1 else "was left out"
-    return text + _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *_clips(recipe))
+    text = f"a loss or gradient was not finite in {count} step{'s' * (count > 1)} ({which}), left out of the training"
+    return text + _gentler(recipe)
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     """Where classes are balanced by the recipe, a model that is worth more may be right less often."""
     count, last = sum(facts.actual), facts.validation[-STANDS:]
-    if (
-        not _balances(recipe)
-        or count < SAMPLES
-        or len(last) < STANDS
-        or len(facts.settled) < STANDS
-        or facts.step - facts.warmup < TRIAL
-    ):
+    early = min(len(last), len(facts.settled)) < STANDS or facts.step - facts.warmup < TRIAL
+    if early or count < SAMPLES or not _balances(recipe):
         return None
     share = facts.largest
     entropy = -sum(n / count * math.log(n / count) for n in facts.actual if n)
@@ -124,18 +112,14 @@ def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     # The held-out loss is plain: a model that knows more than the classes' shares has a smaller one, or a falling one.
     if not last[-1]["loss"] > max(0.95 * entropy, 0.98 * last[0]["loss"]):
         return None
-    text = (
-        f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out images: "
-    )
-    text += "nothing is learned"
-    uneven = share >= 2 * sum(n > 0 for n in facts.actual) ** -1
-    if uneven and facts.labelled:
+    text = f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out "
+    text += "images: nothing is learned"
+    if facts.labelled and share >= 2 / sum(n > 0 for n in facts.actual):
         return text + _tried(recipe, *_balances(recipe))
     spiked = facts.guessing is not None and max(facts.losses) > 1.05 * facts.guessing
     rates = [_lower(recipe)] if spiked else [_lower(recipe), 10 * recipe.optimizer.lr]
-    return (
-        text + _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates)) + ", and check that the labels are right"
-    )
+    tried = _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates))
+    return f"{text}{tried}, and check that the labels are right"
 
 
 def _memorised(facts: Facts, recipe: Recipe) -> str | None:
@@ -146,24 +130,11 @@ def _memorised(facts: Facts, recipe: Recipe) -> str | None:
     floor, top1 = _floor(recipe.loss.label_smoothing, facts.classes), facts.validation[-1]["top1"]
     if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
         return None
-    text = (
-        f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): more images help"
-    )
+    text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): "
     others = ["augment.mixup=0.2"]
     others += ["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)
     others += ["loss.label_smoothing=0.1"] * (recipe.loss.label_smoothing == 0)
-    return text + _tried(recipe, *others, by=", or ")
-
-
-def _rising(facts: Facts, recipe: Recipe) -> str | None:
-    last = facts.step if facts.over else facts.steps
-    if last < TRIAL or facts.warmup < last:
-        return None
-    epochs = last / facts.epoch_steps
-    text = (
-        f"the learning rate is still rising at the end: the warm-up takes {recipe.schedule.warmup_epochs:g} epochs of "
-    )
-    return f"{text}{epochs:.3g}{_tried(recipe, f'schedule.warmup_epochs={epochs / 10:.2g}')}"
+    return f"{text}more images help{_tried(recipe, *others, by=', or ')}"
 
 
 def _never(facts: Facts, recipe: Recipe) -> str | None:
@@ -195,10 +166,9 @@ def _cores(facts: Facts, recipe: Recipe) -> str | None:
 def _rate(facts: Facts, recipe: Recipe) -> str | None:
     if steady(facts.throughput):
         return None
-    steps = f"max_steps={10 * max(TRIAL, facts.steps)}" if recipe.max_steps else f"epochs={10 * recipe.epochs}"
-    return (
-        f"images/s vary by more than their mean, which therefore means nothing: measure longer{_tried(recipe, steps)}"
-    )
+    longer = f"max_steps={10 * max(TRIAL, facts.steps)}" if recipe.max_steps else f"epochs={10 * recipe.epochs}"
+    text = "images/s vary by more than their mean, which therefore means nothing: measure longer"
+    return text + _tried(recipe, longer)
 
 
 def steady(throughput: Throughput | None) -> bool:
@@ -206,28 +176,11 @@ def steady(throughput: Throughput | None) -> bool:
     return throughput is None or throughput.std is None or throughput.std <= throughput.samples_per_sec
 
 
-def _throttled(facts: Facts, recipe: Recipe) -> str | None:
-    strain = facts.strain
-    if strain.quota is not None:
-        return (
-            f"the container's quota of {strain.quota:g} cores stopped the training repeatedly"
-            f"{_tried(recipe, f'threads={max(1, int(strain.quota))}')}, or give it more"
-        )
-    if not strain.throttled:
-        return None
-    ask = "nvidia-smi -q -d PERFORMANCE"
-    return f"the device is throttled: {strain.throttled}; type {ask}, and check its cooling and power"
-
-
 def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
     """Of a rank that holds up the others, `where` it runs, and what keeps that machine from computing."""
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
     if lag.data:
         return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
-    if strain.quota is not None:
-        return f"{text}the container's quota of {strain.quota:g} cores stopped it"
-    if strain.throttled:
-        return f"{text}its device is throttled: {strain.throttled}"
     if 2 * strain.ready > lag.behind:
         return f"{text}other programs had its cores for {strain.ready:.0%} of the time; type top there"
     return f"{text}it computes more slowly; compare clocks and temperatures with another's (nvidia-smi -q, sensors)"
@@ -238,14 +191,10 @@ KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
     "loss": _loss,
     "accuracy": _accuracy,
     "memorised": _memorised,
-    "learning rate": _rising,
     "never predicted": _never,
     "cores": _cores,
     "rate": _rate,
-    "throttled": _throttled,
 }
-
-
 CAUSES = {"loss": "accuracy", "never predicted": "memorised"}  # why something is so, and what then needs no word
 
 
@@ -253,8 +202,8 @@ def _lower(recipe: Recipe) -> float:
     return float(f"{recipe.optimizer.lr / 10:.3g}")
 
 
-def _clips(recipe: Recipe) -> list[str]:
-    return ["clip_grad_norm=1"] * (recipe.clip_grad_norm is None)
+def _gentler(recipe: Recipe) -> str:
+    return _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *["clip_grad_norm=1"] * (recipe.clip_grad_norm is None))
 
 
 def _balances(recipe: Recipe) -> list[str]:

@@ -249,7 +249,7 @@ def note_memory(run: Run) -> None:
     mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
     gathered = run.world.broadcast_object(run.world.gather((mine, run.noticed.meter.read())))
     run.observer.memory = {name: size for part, _ in gathered for name, size in part.items()}
-    run.noticed.strain = noticing.worst([strain for _, strain in gathered])
+    run.noticed.strain = max((strain for _, strain in gathered), key=lambda strain: strain.others)
 
 
 def finish(run: Run) -> Result:

@@ -19,7 +19,7 @@ from trainer.training.evaluation import Sums
 from trainer.training.run import Run
 
 LATEST = symptoms.STANDS  # epochs of which the metrics are kept
-SPEED = ("cores", "throttled", "rate")  # kinds that a moment may show and a whole run need not
+SPEED = ("cores", "rate")  # kinds that a moment may show and a whole run need not
 LONG = 10.0  # seconds: what disturbs a shorter run is told at its end
 
 
@@ -54,7 +54,7 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
     if noticed.ranks.suspect != world.rank:
         noticed.suspected = None
     elif noticed.suspected is None:
-        noticed.suspected = StrainMeter(world.drives, world.place.local_size)
+        noticed.suspected = StrainMeter(world.place.local_size)
     strain = noticed.suspected.read() if noticed.suspected else Strain()
     lag = noticed.ranks.named()
     if lag is None:
@@ -70,14 +70,6 @@ def _notice(run: Run, kind: str, sentence: str) -> None:
     run.tracker.facts({"warning": sentence})
     run.tracker.text("noticed", sentence, run.state.position.step)
     run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
-
-
-def worst(strains: Sequence[Strain]) -> Strain:
-    """Of all ranks: the slowest holds up the others."""
-    most = max(strains, key=lambda strain: strain.others)
-    quotas = [strain.quota for strain in strains if strain.quota is not None]
-    slow = dict.fromkeys(strain.throttled for strain in strains if strain.throttled)
-    return replace(most, quota=min(quotas, default=None), throttled=", ".join(slow))
 
 
 def tell(run: Run) -> None:

@@ -128,7 +128,6 @@ def _is_right(run: Run, mistake: Mistake) -> bool | None:
 
 def _classes(run: Run, collected: Mistakes) -> None:
     if collected.hits is not None and collected.counts is not None:
-        step = run.state.position.step
         held = collected.counts.nonzero().flatten().tolist()  # classes of which there is a sample
         names = [name(run, place) for place in range(len(collected.counts))]
         shares = [(collected.hits[n] / collected.counts[n]).item() for n in held]
@@ -143,9 +142,7 @@ def timeline(run: Run) -> None:
     """The pipeline's, as drawn in the run folder at the end of the last epoch."""
     path = run.tracker.path
     if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
-        encoded = (path / "timeline.png").read_bytes()
-        size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
-        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.state.position.step)
+        _picture(run, "timeline", gallery.EncodedImage((path / "timeline.png").read_bytes()), run.state.position.step)
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:
@@ -171,12 +168,10 @@ def ended_early(run: Run, status: str, reason: str) -> None:
         return
     with dispensable(run.tracker):
         again, words = _next(run, words_of(run.recipe)), reason[:1].upper() + reason[1:]
-        advice = (
-            "#### How to go on"
-            if status == "preempted"
-            else "#### To go on from its newest checkpoint, if there is one"
-        )
-        page = {f"### {'Stopped' if status == 'preempted' else 'Failed'} at step {step}": escaped(words)}
+        ended, advice = "Failed", "#### To go on from its newest checkpoint, if there is one"
+        if status == "preempted":
+            ended, advice = "Stopped", "#### How to go on"
+        page = {f"### {ended} at step {step}": escaped(words)}
         tracker.text(PAGE, _markdown(page | {advice: _commands(again[:1])}), max(1, step))
         tracker.show(dashboards.ended(well=False), step)
 
@@ -318,7 +313,7 @@ def named(run: Run, target: Tensor) -> str:
 def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
     """What it is and what was said of it; of the worst, some may be right, and hardly."""
     actual, ranked = named(run, mistake.target), mistake.predicted
-    end = ""
+    prediction = end = ""
     if run.task.reads == "values":
         prediction = ", ".join(f"{number:.4g}" for _, number in ranked)
     elif run.task.reads == "classes":
@@ -328,7 +323,5 @@ def _caption(run: Run, mistake: Mistake) -> list[gallery.Line]:
         (place, number), *_ = ranked
         prediction = name(run, place)
         end = f" {number:.0%}{', right' if prediction == actual else ''}"
-    else:
-        prediction = ""
     lines = [(f"is {actual}", "")] * bool(actual)
     return [*lines, (f"said {prediction}", end) if prediction else (f"loss {mistake.loss:.3g}", "")]

@@ -54,7 +54,7 @@ class Observer:
         self.tracker, self.ledger, self.model = tracker, ledger, model
         self.ledger.devices = world.drives
         self.timer = StepTimer(world.drives, recipe.logging.warmup_steps)
-        self.noticed = Noticed(StrainMeter(world.drives, world.place.local_size))
+        self.noticed = Noticed(StrainMeter(world.place.local_size))
         self.memory: dict[str, int] = {}  # peak bytes per device
         self.facts: dict[str, str] = {}  # what is about to run, by title
 

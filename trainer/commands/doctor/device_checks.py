@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.commands.doctor.findings import Findings
-from trainer.devices import cards, health, strain
+from trainer.devices import cards, health
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def _links(report: Findings, devices: list[torch.device]) -> None:
 def _managed(report: Findings, device: torch.device) -> list[tuple[str, str]]:
     """What NVIDIA's management library adds, where nvidia-ml-py is installed and knows the card."""
     rows: list[tuple[str, str]] = []
-    ask = strain.asking(device)
+    ask = _asking(device)
     mig = ask("nvmlDeviceGetMigMode")
     if mig is not None and mig[0]:
         rows.append(("divided (MIG)", "a process sees one part"))
@@ -104,6 +105,28 @@ def _managed(report: Findings, device: torch.device) -> list[tuple[str, str]]:
 
 
 THROTTLES = {0x8: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
+
+
+def _asking(device: torch.device) -> Callable[..., Any]:
+    """Asks NVIDIA's management library of a card: a function's name and arguments give its answer.
+
+    None for what the card does not know, and for everything where nvidia-ml-py is not installed or lacks the card.
+    """
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:  # whatever it is, it is no reason to end a run
+        return lambda *_: None
+
+    def ask(function: str, *args: Any) -> Any:
+        with suppress(Exception):  # not every card knows everything
+            return getattr(pynvml, function)(card, *args)
+        return None
+
+    return ask
 
 
 def _without_driver() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class Trained:
     classes: tuple[str, ...]
     preparation: Preparation
     data: Datasets | None  # where a split of the data set is labelled
-    fingerprint: str
     seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
     photos: tuple[str, ...] = ()  # those: files, folders, lists of paths
 
@@ -87,7 +85,7 @@ def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = ()
     initialise(model, weights, str(path), whole=True)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
     seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
-    return Trained(recipe, task, model, names, preparation, data, _fingerprint(weights), seen, photos)
+    return Trained(recipe, task, model, names, preparation, data, seen, photos)
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:
@@ -144,17 +142,7 @@ def published(words: Sequence[str], photos: Sequence[str] = ()) -> Trained:
     size = preset.crop_size[0]
     model = build(recipe.model, len(classes), 3, size)
     preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
-    weights = _fingerprint(model.state_dict())
-    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights, photos=photos)
-
-
-def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().contiguous()
-        digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, photos=photos)
 
 
 def trained_on(path: Path, recipe: Recipe) -> TrainedOn | None:

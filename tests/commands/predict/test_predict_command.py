@@ -313,7 +313,7 @@ def test_published_weights(name, tmp_path, photos, monkeypatch):
         (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),
         (["checkpoint=RUN", "data.root=EMPTY"], 3, "holds no images"),
         (["checkpoint=RUN", "devices=[cuda:0]"], 2, "devices=[cpu]"),
-        (["checkpoint=RUN", "devices=[gpu]"], 2, "devices=auto"),
+        (["checkpoint=RUN", "devices=[gpu]"], 2, "cuda:0"),
         (["checkpoint=RUN", "predict.batch_size=0"], 2, "predict.batch_size=0 must be 1 or more"),
         (["checkpoint=RUN", "predict.batchsize=4"], 2, "did you mean predict.batch_size"),
         (["checkpoint=RUN", "recipe=digits"], 2, "has its own"),

@@ -17,7 +17,7 @@ from trainer.commands.predict import rows, sources
 from trainer.commands.predict.labelling import Labeller
 from trainer.commands.predict.rows import COUNTS, PartFile
 from trainer.commands.predict.sources import Inputs, Item
-from trainer.commands.predict.trained_model import Trained, from_checkpoint, published
+from trainer.commands.predict.trained_model import LabelModel, from_checkpoint, published
 from trainer.commands.predict.watching import Watch
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
@@ -74,7 +74,7 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
     return Path("runs") / f"predict-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def label_part(trained: Trained, folder: Path, rank: Place) -> None:
+def label_part(trained: LabelModel, folder: Path, rank: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
     recipe, inputs = trained.recipe, _inputs(trained, rank)
     devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), rank.local_rank, rank.local_size)
@@ -114,7 +114,7 @@ def _decoders(devices: Sequence[str], rank: Place) -> int:
 
 
 def _label_on(
-    devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
+    devices: Sequence[str], threads: int, trained: LabelModel, inputs: Inputs, written: PartFile, watch: Watch
 ) -> None:
     """Start the workers, and label with them until all is done."""
     recipe = trained.recipe
@@ -140,7 +140,7 @@ def _report_failures(counts: Mapping[str, int], final: Path) -> None:
         )
 
 
-def _inputs(trained: Trained, rank: Place) -> Inputs:
+def _inputs(trained: LabelModel, rank: Place) -> Inputs:
     recipe = trained.recipe
     if trained.data is not None:
         return sources.dataset_split(trained.data, recipe.predict.split or "val", rank.rank, rank.size)

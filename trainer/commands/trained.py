@@ -66,6 +66,12 @@ class WeightFacts(BaseModel):
         kind, shape = self.inputs or ("float32", (self.channels, self.image_size, self.image_size))
         return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]  # checked above
 
+    def shorter(self, size: int) -> int:
+        """The pixels that images of `size` are cut out of; older files do not tell."""
+        if self.shorter_side == self.image_size:  # nothing was cut off
+            return size
+        return self.shorter_side if self.shorter_side and size == self.image_size else shorter_side(size)
+
     @classmethod
     def read(cls, path: Path, told: Mapping[str, str]) -> WeightFacts:
         """From the metadata of weights at `path`. Raises CheckpointError."""
@@ -122,11 +128,7 @@ class Trained:
         if facts.classes is None or not facts.mean:
             raise CheckpointError(f"{self.path} does not name its classes; give a run folder or its last.safetensors")
         size = self.recipe.data.image_size or facts.image_size
-        shorter = facts.shorter_side if size == facts.image_size else None
-        if facts.shorter_side == facts.image_size:  # nothing was cut off
-            shorter = size
-        how = Preparation(size, shorter or shorter_side(size), facts.channels, facts.mean, facts.std)
-        return facts.classes, how
+        return facts.classes, Preparation(size, facts.shorter(size), facts.channels, facts.mean, facts.std)
 
     def data(self, recipe: Recipe, test: bool = False) -> Datasets:
         """The data set of `recipe`, with the images held out that the run held out; or those of a `test` part.

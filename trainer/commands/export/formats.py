@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from trainer.commands.trained import Trained, WeightFacts, task_without_loss
 from trainer.data import TensorSpec, open_datasets
-from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import CheckpointError, RecipeError
 from trainer.recipe import Recipe
 from trainer.saving.tensor_files import write_synced
@@ -75,7 +74,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         )
     task = task_without_loss(recipe, classes)
     model = trained.model(task, len(classes), facts.channels, size, None if facts.mean else inputs)
-    shorter = facts.shorter_side or shorter_side(size)
+    shorter = facts.shorter(size)
     exported = {
         "model": recipe.model.name,
         "task": recipe.task.name,

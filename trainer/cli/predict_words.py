@@ -9,12 +9,10 @@ from contextlib import suppress
 
 from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
-from trainer.recipe.known_names import WEIGHTS_FILES
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import misspelt
+from trainer.saving.run_names import HOME, is_run
 
-HOME = "runs"  # where runs are, unless output= says otherwise
-RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")
 PHOTOS = (".jpg", ".jpeg", ".webp", ".heic", ".bmp", ".tif", ".tiff")  # as no run folder holds them
 
 
@@ -39,14 +37,14 @@ def _sorted_out(word: str) -> str:
     if word.startswith("-") or (equals and (ours or (not there and os.sep not in key))):
         return word
     below = os.path.join(HOME, word)
-    is_run, is_run_below = _is_run(path), _is_run(below)
-    if is_run and os.path.isdir(path) and any(name.lower().endswith(PHOTOS) for name in os.listdir(path)):
+    run_here, run_below = is_run(path), is_run(below)
+    if run_here and os.path.isdir(path) and any(name.lower().endswith(PHOTOS) for name in os.listdir(path)):
         raise RecipeError(
             f"'{word}' is a run and has photos: type checkpoint={word} for the run, data.root={word} for the photos"
         )
-    if is_run_below and there and not is_run:
+    if run_below and there and not run_here:
         raise RecipeError(f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the run")
-    if is_run or is_run_below:
+    if run_here or run_below:
         return f"checkpoint={word}"
     if not there:
         raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name{_hint(word)}")
@@ -65,9 +63,3 @@ def _hint(word: str) -> str:
             if near is not None:
                 return f"; did you mean {os.path.join(home, near)}?"
     return ""
-
-
-def _is_run(path: str) -> bool:
-    if os.path.isdir(path):
-        return any(os.path.isfile(os.path.join(path, name)) for name in RUN_FILES)
-    return path.endswith(WEIGHTS_FILES) and os.path.isfile(path)

@@ -243,7 +243,7 @@ def raise_at_ctrl_c() -> None:
 
 
 @contextmanager
-def what_is_done_is_kept(again: str = "the same words continue it") -> Iterator[None]:
+def what_is_done_is_kept(then: str = "what was done is kept, and the same words continue it") -> Iterator[None]:
     """Within this block SIGTERM raises `Preempted`, as Ctrl-C does KeyboardInterrupt: for commands that keep the runs
     that ended, and go on with the same words.
 
@@ -260,7 +260,7 @@ def what_is_done_is_kept(again: str = "the same words continue it") -> Iterator[
         yield
     except (KeyboardInterrupt, Preempted) as error:
         how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
-        raise kind(f"stopped by {how}; what was done is kept, and {again}") from None
+        raise kind(f"stopped by {how}; {then}") from None
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)

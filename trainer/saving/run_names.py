@@ -7,9 +7,23 @@ from pathlib import Path
 
 from trainer.errors import CheckpointError
 from trainer.recipe import nearest
+from trainer.recipe.known_names import WEIGHTS_FILES
 
 HOME = "runs"
-WEIGHTS = ("last.safetensors", "manifest.json")  # what a run folder, or a checkpoint, has
+RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")  # the first is a run's, the last a checkpoint's
+
+
+def is_run(path: str | Path, files: tuple[str, ...] = RUN_FILES) -> bool:
+    """Whether a path is a run folder, a checkpoint or a file of weights; of a folder, whether it has one of `files`."""
+    if os.path.isdir(path):
+        return any(os.path.isfile(os.path.join(path, name)) for name in files)
+    return str(path).endswith(WEIGHTS_FILES) and os.path.isfile(path)
+
+
+def run_folder(path: Path, above: int = 3) -> Path | None:
+    """The folder of the run that weights at `path` are of: this one, or one at most so many `above`."""
+    folders = (path, *path.absolute().parents[:above])
+    return next((folder for folder in folders if (folder / RUN_FILES[0]).is_file()), None)
 
 
 def run_named(name: str) -> Path:
@@ -28,7 +42,7 @@ def run_named(name: str) -> Path:
         hint = f"give a run, or a file of weights; python -m trainer runs lists those below {HOME}"
         hint = f"did you mean {HOME}/{guess}?" if guess else hint
         raise CheckpointError(f"'{name[:120]}' is not there{nor}: {hint}")
-    good = [run for run in there if run.is_file() or any((run / file).is_file() for file in WEIGHTS)]
+    good = [run for run in there if run.is_file() or is_run(run, RUN_FILES[1:])]
     return (good or there)[0]
 
 

@@ -128,6 +128,7 @@ def _is_right(run: Run, mistake: Mistake) -> bool | None:
 
 def _classes(run: Run, collected: Mistakes) -> None:
     if collected.hits is not None and collected.counts is not None:
+        step = run.state.position.step
         held = collected.counts.nonzero().flatten().tolist()  # classes of which there is a sample
         names = [name(run, place) for place in range(len(collected.counts))]
         shares = [(collected.hits[n] / collected.counts[n]).item() for n in held]

@@ -75,19 +75,15 @@ def test_what_is_something_else_is_said_at_once(given, says):
         predict(**{"model": nn.Linear(2, 2), "inputs": [torch.rand(2)], "devices": ["cpu"], **given})
 
 
-def test_items_that_are_no_tensors():
-    with pytest.raises(RecipeError, match=r"\btuple .*\binput 0\b"):
-        list(predict(nn.Linear(2, 2), PAIRS, devices="cpu"))
-    with pytest.raises(RecipeError, match=r"\bstr .*\binput 1\b"):
-        list(predict(nn.Linear(2, 2), [torch.rand(2), "cat.jpg"], devices="cpu"))
+@pytest.mark.parametrize(("inputs", "says"), [(PAIRS, "tuple .*input 0"), ([torch.rand(2), "cat"], "str .*input 1")])
+def test_items_that_are_no_tensors(inputs, says):
+    with pytest.raises(RecipeError, match=says):
+        list(predict(nn.Linear(2, 2), inputs, devices="cpu"))
 
 
-def test_arrays_and_a_device_are_taken_too():
-    model, inputs = nn.Linear(2, 3), np.ones((4, 2), np.float32)
-    expected = model(torch.ones(4, 2)).detach()
-    for devices in ("cpu", torch.device("cpu")):
-        torch.testing.assert_close(predict(model, inputs, devices), expected)
-    torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), "cpu"))), expected)
+def test_a_device_alone_is_taken_too():
+    for device in ("cpu", torch.device("cpu")):
+        assert torch.equal(predict(nn.Identity(), torch.ones(4, 2), device), torch.ones(4, 2))
 
 
 def test_a_model_that_only_its_function_knows_travels_by_value():
@@ -106,31 +102,19 @@ def test_a_model_that_only_its_function_knows_travels_by_value():
         predict(model, inputs, devices=["cpu"])
 
 
-def test_an_endless_stream_is_labelled_as_it_comes():
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
+def test_an_endless_stream_may_fill_one_buffer_again_and_again(kind):
+    """As a camera does, and many a simulation."""
+
     def endless():
-        n = 0.0
+        buffer = torch.zeros(1)
         while True:
-            yield torch.tensor([n])
-            n += 1
+            yield buffer if kind is torch.Tensor else buffer.numpy()
+            buffer += 1
 
     stream = predict(nn.Identity(), endless(), devices=["cpu", "cpu"])
     assert [next(stream).item() for _ in range(500)] == list(range(500))
     stream.close()
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
-def test_a_stream_may_fill_one_buffer_again_and_again(kind):
-    """As a camera does, and many a simulation."""
-    inputs = torch.randn(200, 4)
-
-    def refilled():
-        buffer = torch.zeros(4)
-        for row in inputs:
-            buffer.copy_(row)
-            yield buffer if kind is torch.Tensor else buffer.numpy()
-
-    found = torch.stack(list(predict(nn.Identity(), refilled(), devices=["cpu", "cpu"])))
-    assert torch.equal(found, inputs)
 
 
 def test_devices_that_are_not_here():

@@ -13,7 +13,7 @@ from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
 from trainer.recipe.recipe_files import split_words
 from trainer.recipe.text import misspelt
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import is_run, run_named
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2"}
 GONE = {
@@ -77,13 +77,13 @@ def format_named(asked: str) -> str:
 
 def default_target(path: Path, kind: str) -> Path:
     """model.onnx in the run folder; of best.safetensors model-best.onnx, of a checkpoint model-step-00000120.onnx."""
-    if (path / "last.safetensors").is_file() or not path.name:
-        return path / f"model{SUFFIXES[kind]}"
-    if path.is_dir():
+    if not path.is_dir():
+        stem = "" if path.stem == "last" else f"-{path.stem}"
+        return path.parent / f"model{stem}{SUFFIXES[kind]}"
+    if path.name and not is_run(path, ("last.safetensors",)):
         home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return home / f"model-{path.name}{SUFFIXES[kind]}"
-    stem = "" if path.stem == "last" else f"-{path.stem}"
-    return path.parent / f"model{stem}{SUFFIXES[kind]}"
+    return path / f"model{SUFFIXES[kind]}"
 
 
 def _check_target(target: Path, kind: str) -> None:

@@ -16,18 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import tasks
-from trainer.commands.evaluate import ImageFacts, facts_of, recipe_of
+from trainer.commands.trained import Trained, WeightFacts, task_without_loss
 from trainer.data import TensorSpec, open_datasets
-from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
 from trainer.saving.tensor_files import write_synced
-from trainer.saving.weights import read_weights
-from trainer.training.initial_model import model_for
+from trainer.training.snapshots import of_data
 
-LARGEST = 2**32  # bytes of one input
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
 RESIZED = (
     "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"  # `photos.held_out`
@@ -67,77 +62,43 @@ class ExportSource:
 
 def load(path: Path, words: Sequence[str]) -> ExportSource:
     """The model of a run folder, a checkpoint or a file of weights. Raises CheckpointError, RecipeError."""
-    tensors, metadata = read_weights(path)
-    recipe = recipe_of(path, metadata, tuple(words))
-    facts = _with_inputs(path, metadata, recipe)
-    try:
-        classes = tuple(map(str, json.loads(facts["classes"])))
-        kind, shape = json.loads(facts["inputs"])
-        inputs = TensorSpec(tuple(map(int, shape)), getattr(torch, kind))
-        channels, size = int(facts["channels"]), int(facts["image_size"])
-        mean, std = ([float(value) for value in json.loads(facts[key])] for key in ("mean", "std"))
-        shorter = int(facts["shorter_side"]) if "shorter_side" in facts else shorter_side(size)
-        if not isinstance(inputs.dtype, torch.dtype) or not all(inputs.shape) or not 0 <= inputs.bytes <= LARGEST:
-            raise ValueError("inputs that no model has")
-        if mean and inputs.shape != (channels, size, size):
-            raise ValueError("inputs of another size than the images")
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: its description of inputs makes no sense") from None
-    if mean:
-        ImageFacts.of(path, facts)
-    if mean and recipe.data.image_size != size and any(word.startswith("data.image_size=") for word in words):
+    trained = Trained.read(path, words)
+    recipe, facts = trained.recipe, trained.facts
+    if facts.classes is None or (facts.inputs is None and not facts.mean):  # weights of an older version
+        facts = _of_data_set(path, recipe)
+    classes, size, inputs = facts.classes or (), facts.image_size, facts.spec
+    if facts.mean and recipe.data.image_size != size and any(word.startswith("data.image_size=") for word in words):
         raise RecipeError(
             f"data.image_size={recipe.data.image_size}: {path} has images of {size} pixels, and so has its export: "
             "leave it out"
         )
-    task = tasks.create(recipe.replace(loss={}, augment={}), classes)
-    model = model_for(recipe, task, len(classes), channels, size, None if mean else inputs, starting=False)
-    initialise(model, tensors, str(path), whole=True)
+    task = task_without_loss(recipe, classes)
+    model = trained.model(task, len(classes), facts.channels, size, None if facts.mean else inputs)
+    shorter = facts.shorter(size)
     exported = {
         "model": recipe.model.name,
         "task": recipe.task.name,
         "classes": classes,
-        "mean": mean,
-        "std": std,
-        "channels": channels,
+        "mean": facts.mean,
+        "std": facts.std,
+        "channels": facts.channels,
         "image_size": size,
-        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if mean else {}),
+        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if facts.mean else {}),
         **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
-        "inputs": (kind, inputs.shape),
-        "input": PREPARED if mean else "as the data set gives them",
+        "inputs": json.loads(inputs.to_json()),
+        "input": PREPARED if facts.mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
-    return ExportSource(recipe, model.eval(), inputs, exported, tensors)
+    return ExportSource(recipe, model, inputs, exported, trained.weights)
 
 
-def _with_inputs(path: Path, metadata: Mapping[str, str], recipe: Recipe) -> dict[str, str]:
-    """The facts that weights have of their inputs; of an older version's weights those of the run's data set."""
+def _of_data_set(path: Path, recipe: Recipe) -> WeightFacts:
     try:
-        facts = facts_of(path, dict(metadata))
-    except CheckpointError:
-        facts = {}
-    images = facts.get("mean", "[]") != "[]"
-    if "inputs" not in facts and images:
-        size, channels = recipe.data.image_size or facts.get("image_size"), facts.get("channels")
-        facts = {**facts, "inputs": f'["float32", [{channels}, {size}, {size}]]'}
-    if "inputs" in facts:
-        return facts
-    try:
-        data = open_datasets(recipe)
+        return WeightFacts.read(path, of_data(open_datasets(recipe)))
     except RecipeError as error:
         raise CheckpointError(
             f"{path} does not say what its inputs are, and its data set cannot be opened: {error}"
         ) from None
-    return {
-        **facts,
-        "classes": json.dumps(data.classes),
-        "mean": json.dumps([] if data.plain else data.mean),
-        "std": json.dumps([] if data.plain else data.std),
-        "channels": str(data.channels),
-        "image_size": str(data.image_size),
-        "shorter_side": str(shorter_side_of(data)),
-        "inputs": data.inputs.to_json(),
-    }
 
 
 Runner = Callable[[Tensor], Tensor]

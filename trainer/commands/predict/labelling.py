@@ -6,20 +6,20 @@ import math
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Datasets, PhotoSource, PictureSource
+from trainer.commands.trained import Preparation
+from trainer.data import PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.decoding import open_image, reason, with_channels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out, middle_of_stripe, shorter_side_of
+from trainer.data.photos.photo_reader import held_out, middle_of_stripe
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
@@ -56,23 +56,6 @@ class Classified(NamedTuple):
     probabilities: Tensor
     of_labels: Tensor | None
     labels: list[int | None]
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """From a decoded image to a model's input, as in evaluation: resize, crop, normalise."""
-
-    image_size: int
-    shorter_side: int  # pixels that it is brought to before image_size x image_size of them are cut out
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    # torchvision's own transforms, for weights that it publishes; None for weights of ours
-    published: Callable[[Tensor], Tensor] | None = None
-
-    @classmethod
-    def of(cls, data: Datasets) -> Preparation:
-        return cls(data.image_size, shorter_side_of(data), data.channels, data.mean, data.std)
 
 
 class Labeller:

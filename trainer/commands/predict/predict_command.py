@@ -17,11 +17,11 @@ from trainer.commands.predict import rows, sources
 from trainer.commands.predict.labelling import Labeller
 from trainer.commands.predict.rows import COUNTS, PartFile
 from trainer.commands.predict.sources import Inputs, Item
-from trainer.commands.predict.trained_model import Trained, from_checkpoint, published
+from trainer.commands.predict.trained_model import LabelModel, from_checkpoint, published
 from trainer.commands.predict.watching import Watch
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices.assignment import prediction_devices
-from trainer.errors import FolderInUseError, PredictionError, RecipeError
+from trainer.errors import PredictionError, RecipeError
 from trainer.launch import launching
 from trainer.pool import DevicePool, ItemError
 from trainer.processes import fork_server
@@ -74,10 +74,9 @@ def output_folder(recipe: Recipe, checkpoint: str | None) -> Path:
     return Path("runs") / f"predict-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def label_part(trained: Trained, folder: Path, rank: Place) -> None:
+def label_part(trained: LabelModel, folder: Path, rank: Place) -> None:
     """Label this rank's part; rank 0 puts all parts together."""
     recipe, inputs = trained.recipe, _inputs(trained, rank)
-    settings = _settings(trained, inputs, rank)
     devices = prediction_devices(recipe.devices, cuda_for(recipe.devices), cores(), rank.local_rank, rank.local_size)
     if devices == ["cpu"] and recipe.threads is None:  # as where there is no GPU: a worker a core
         devices = prediction_devices("auto", 0, cores(), rank.local_rank, rank.local_size)
@@ -86,44 +85,21 @@ def label_part(trained: Trained, folder: Path, rank: Place) -> None:
     folder = Path(world.broadcast_object(str(folder)))  # its name may hold the time
     final = folder / f"predictions.{recipe.predict.format}"
     rows.claim(folder)
-    before = world.broadcast_object(rows.complete(folder, final, settings) if rank.is_main else None)
-    if before is not None:
-        world.barrier()
-        world.close()
-        _complete(before, final, inputs)
-        return
+    if rank.is_main:
+        rows.begin_anew(folder)
+    world.barrier()
     if inputs.ignored and rank.is_main:
         say(f"ignored: {inputs.ignored}")
     if inputs.unlabelled and rank.is_main:
         say(f"labels: {inputs.unlabelled}")
     if inputs.doubt:
         say(f"pixels: {inputs.doubt}")
-    written = PartFile(folder, rank.rank, recipe.predict.format, trained.classes, settings, trained.seen)
-    if written.done:
-        inputs = sources.skip(inputs, (row["path"] for row in written.read()), folder)
-    watch = Watch(folder, inputs.count, recipe.logging, devices, rank.is_main, written.done)
+    written = PartFile(folder, rank.rank, recipe.predict.format, trained.classes, trained.seen)
+    watch = Watch(folder, inputs.count, recipe.logging, devices, rank.is_main)
     begun, probabilities = time.perf_counter(), trained.task.reads != "values"
-    with what_is_done_is_kept(f"the same words with output={folder} continue from here"):
+    with what_is_done_is_kept("the same words label all images anew"):
         _label_on(devices, _decoders(devices, rank), trained, inputs, written, watch)
-        sum_up(world, folder, final, written, settings, time.perf_counter() - begun, probabilities)
-
-
-def _settings(trained: Trained, inputs: Inputs, rank: Place) -> dict[str, Any]:
-    """What rows depend on, and what an earlier command must have had too for this one to continue it."""
-    recipe, preparation = trained.recipe, trained.preparation
-    return {
-        "weights": trained.fingerprint,
-        "images": inputs.name,
-        "data.root": list(trained.photos) if len(trained.photos) > 1 else recipe.data.root,
-        "number": inputs.total,
-        "image_size": preparation.image_size,
-        "normalisation": [list(preparation.mean), list(preparation.std)],
-        "pixel_range": recipe.data.pixel_range,
-        "ranks": rank.size,
-        "format": recipe.predict.format,
-        "batch_size": recipe.predict.batch_size,
-        "precision": recipe.precision,
-    }
+        sum_up(world, folder, final, written, time.perf_counter() - begun, probabilities)
 
 
 def _decoders(devices: Sequence[str], rank: Place) -> int:
@@ -138,7 +114,7 @@ def _decoders(devices: Sequence[str], rank: Place) -> int:
 
 
 def _label_on(
-    devices: Sequence[str], threads: int, trained: Trained, inputs: Inputs, written: PartFile, watch: Watch
+    devices: Sequence[str], threads: int, trained: LabelModel, inputs: Inputs, written: PartFile, watch: Watch
 ) -> None:
     """Start the workers, and label with them until all is done."""
     recipe = trained.recipe
@@ -157,14 +133,6 @@ def _label_on(
         watch.close()
 
 
-def _complete(before: Mapping[str, int], final: Path, inputs: Inputs) -> None:
-    """All was labelled before, or so it seems. Raises FolderInUseError, PredictionError."""
-    if inputs.total is None:
-        raise FolderInUseError(f"{final} is complete, perhaps for other {inputs.name}: choose another output=")
-    say(f"{final} is complete already; to label them again, choose another output=")
-    _report_failures(before, final)
-
-
 def _report_failures(counts: Mapping[str, int], final: Path) -> None:
     if counts["failed"]:
         raise PredictionError(
@@ -172,7 +140,7 @@ def _report_failures(counts: Mapping[str, int], final: Path) -> None:
         )
 
 
-def _inputs(trained: Trained, rank: Place) -> Inputs:
+def _inputs(trained: LabelModel, rank: Place) -> Inputs:
     recipe = trained.recipe
     if trained.data is not None:
         return sources.dataset_split(trained.data, recipe.predict.split or "val", rank.rank, rank.size)
@@ -199,26 +167,19 @@ def label(pool: DevicePool, inputs: Inputs, written: PartFile, watch: Watch) -> 
 
 
 def sum_up(
-    world: World,
-    folder: Path,
-    final: Path,
-    written: PartFile,
-    settings: Mapping[str, Any],
-    seconds: float,
-    probabilities: bool = True,
+    world: World, folder: Path, final: Path, written: PartFile, seconds: float, probabilities: bool = True
 ) -> None:
     """Put the ranks' parts together, and print the result. Raises PredictionError."""
-    parts = world.broadcast_object(world.gather({**written.counts, "before": written.done, "seen": written.seen}))
+    parts = world.broadcast_object(world.gather({**written.counts, "seen": written.seen}))
     counts = {key: sum(part[key] for part in parts) for key in COUNTS}
     known = [part["seen"] for part in parts]  # a rank may not have what tells it
     seen = None if None in known else sum(known)
-    new = counts["images"] - sum(part["before"] for part in parts)
     rows.put_together(world, folder, final)
     if world.is_main:
         accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
-        result = {"settings": settings, **counts, "top1": accuracy, "trained_on": seen, "seconds": seconds}
+        result = {**counts, "top1": accuracy, "trained_on": seen, "seconds": seconds}
         write_atomically(folder / "predict.json", json.dumps(result, indent=2) + "\n")
-        speed = new / seconds if new >= MANY else None
+        speed = counts["images"] / seconds if counts["images"] >= MANY else None
         if 0 < counts["images"] <= FEW:
             say("\n".join(rows.answers(final, written.kind, probabilities)))
         say(summary(counts, accuracy, seen, speed, final))

@@ -1,4 +1,4 @@
-"""Rows of predictions, written in order and continued after a stop, and their folder, which one command holds.
+"""Rows of predictions, written in order, and their folder, which one command holds.
 
 While a rank works its rows are in part-<rank>; at the end rank 0 puts the parts together, complete or not there.
 """
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from trainer.commands.predict.labelling import Labels
-from trainer.commands.predict.sources import Item, without_line_ends
+from trainer.commands.predict.sources import Item
 from trainer.commands.predict.trained_model import TrainedOn
 from trainer.errors import FolderInUseError
 from trainer.processes.rank import place
+from trainer.processes.terminal import say
 from trainer.processes.world import World, lost_peers
 from trainer.saving import locks
-from trainer.saving.files import csv_text, draft_of, put, read_json, remove, write_atomically, writing
+from trainer.saving.files import csv_text, draft_of, put, remove, set_aside, write_atomically, writing
 from trainer.training import wrong_labels
 from trainer.training.wrong_labels import Doubt
 
@@ -34,7 +35,6 @@ from trainer.training.wrong_labels import Doubt
 COLUMNS = ("path", "class", "probability", "top5", "label", "label_probability", "error")
 # Rows in all, unreadable images, rows given up, labelled ones, and those whose class is right.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
-LONGEST = 2**20  # bytes of a row
 SYNC_SECONDS = 1.0
 GAVE_UP = "gave up: "  # begins the error of an item on which workers failed
 BLOCK = 2**24  # bytes of a part that travel at once
@@ -43,15 +43,14 @@ MOST, LEAST = 3, 0.01  # classes of an image that are printed, and the least pro
 
 
 def writing_rows(folder: Path) -> AbstractContextManager[None]:
-    """As `writing`, with what to type to continue a prediction."""
-    return writing(folder, f"the same words with output={folder} continue from here")
+    """As `writing`, with what to type after a stop."""
+    return writing(folder, "the same words label all images anew")
 
 
 class PartFile:
     """One rank's rows, and what they add up to.
 
     Attributes:
-        done: rows that an earlier, stopped command has written.
         seen: images whose class is known and that were trained on; None where that is not known.
     """
 
@@ -61,56 +60,16 @@ class PartFile:
         rank: int,
         kind: str,
         classes: Sequence[str],
-        settings: Mapping[str, Any],
         trained_on: TrainedOn | None = None,
     ) -> None:
-        """Begin, or continue what the same settings have begun. Raises FolderInUseError."""
         self.path, self.kind, self.classes = folder / f"part-{rank:04}", kind, classes
         self.counts = dict.fromkeys(COUNTS, 0)
         self._trained_on = trained_on
         self.seen = None if trained_on is None else 0
-        note = folder / f"part-{rank:04}.json"
-        with writing_rows(self.path.parent):
-            try:
-                check_settings(folder, read_json(note), settings)
-            except (OSError, ValueError):  # none, or damaged: rows of unknown settings are written anew
-                remove(self.path)
-                write_atomically(note, json.dumps(dict(settings)) + "\n")
-            self._keep_whole_rows(settings.get("batch_size") or 1)
-            self.done = self.counts["images"]
-            self._file = self.path.open("a", encoding="utf-8", errors="surrogateescape", newline="")
+        with writing_rows(folder):
+            set_aside(self.path)
+            self._file = self.path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
         self._synced = time.monotonic()
-
-    def _keep_whole_rows(self, multiple: int) -> None:
-        """Cut off what a stop has torn or something has damaged, and rows of a batch that was not complete: batches
-        stay the same ones."""
-        if not self.path.is_file():
-            remove(self.path)
-            return
-        with self.path.open("rb+") as file:
-            ends = [0]
-            while (line := file.readline(LONGEST)).endswith(b"\n") and self._row(line) is not None:
-                ends.append(ends[-1] + len(line))
-            rows = (len(ends) - 1) // multiple * multiple
-            file.truncate(ends[rows])
-        for row in self.read():
-            self._count(row)
-
-    def _row(self, line: bytes) -> dict[str, Any] | None:
-        """A line of the file; None where it is none."""
-        text = line.decode("utf-8", errors="surrogateescape")
-        try:
-            row = json.loads(text) if self.kind == "jsonl" else next(csv.DictReader([text], COLUMNS))
-        except (ValueError, RecursionError, csv.Error, StopIteration):
-            return None
-        whole = isinstance(row, dict) and row.keys() == set(COLUMNS) and isinstance(row["path"], str)
-        kind = str if self.kind == "csv" else str | None
-        return row if whole and all(isinstance(row[key], kind) for key in ("class", "label", "error")) else None
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The rows that are there."""
-        with self.path.open("rb") as file:
-            yield from filter(None, map(self._row, file))
 
     def write(self, item: Item, labels: Labels | None, error: str = "") -> None:
         """The next row; without `labels`, of an item that was given up because of `error`."""
@@ -138,7 +97,7 @@ class PartFile:
         top5 = ";".join(f"{name}={probability:g}" for name, probability in row["top5"] or ())
         cells = {**row, "top5": top5 or None}.values()
         # Of one line, whatever a path holds.
-        return csv_text([[without_line_ends(value) if isinstance(value, str) else value for value in cells]])
+        return csv_text([[" ".join(value.splitlines()) if isinstance(value, str) else value for value in cells]])
 
     def _count(self, row: Mapping[str, Any]) -> None:
         self.counts["images"] += 1
@@ -207,33 +166,22 @@ def header(kind: str) -> str:
     return ",".join(COLUMNS) + "\n" if kind == "csv" else ""
 
 
-def check_settings(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Compare settings with those of an earlier command in the folder. Raises FolderInUseError."""
-    for key, value in settings.items():
-        if before.get(key) != value:
-            raise FolderInUseError(
-                f"{folder} holds predictions with {key}={before.get(key)}, now it is {value}: "
-                "put it back or choose another output="
-            )
-
-
 def claim(folder: Path) -> None:
     """Make the folder, and hold it as long as this process lives. Raises FolderInUseError, SetupError."""
     locks.hold(folder, "command", f".lock-{place().rank:04}")
     if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
         raise FolderInUseError(f"{folder} holds a training run; choose another output=")
+    if any(os.path.lexists(folder / name) for name in ("predict.json", "predictions.csv", "predictions.jsonl")):
+        raise FolderInUseError(f"{folder} holds predictions already; choose another output=")
 
 
-def complete(folder: Path, final: Path, settings: Mapping[str, Any]) -> dict[str, int] | None:
-    """The counts of a command that has written all rows already, else None. Raises FolderInUseError."""
-    try:
-        before = read_json(folder / "predict.json")
-    except (OSError, ValueError):
-        return None
-    if not isinstance(before.get("settings"), dict) or not all(isinstance(before.get(key), int) for key in COUNTS):
-        return None
-    check_settings(folder, before["settings"], settings)
-    return {key: before[key] for key in COUNTS} if final.is_file() else None
+def begin_anew(folder: Path) -> None:
+    """Remove the parts that a killed command has left in a folder."""
+    left = [path for path in folder.glob("part-[0-9][0-9][0-9][0-9]") if path.is_file()]
+    for part in left:
+        remove(part)
+    if left:
+        say(f"{folder} has parts of a command that was stopped: all images are labelled anew")
 
 
 def put_together(world: World, folder: Path, final: Path) -> None:
@@ -257,8 +205,7 @@ def put_together(world: World, folder: Path, final: Path) -> None:
             finally:
                 draft.unlink(missing_ok=True)
     world.barrier()
-    for name in (part, part.with_suffix(".json")):
-        name.unlink(missing_ok=True)
+    part.unlink(missing_ok=True)
 
 
 def _send(part: Path) -> None:

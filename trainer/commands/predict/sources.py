@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from trainer.data.folders.scanning import NEEDS, LeftOut, few, images_below, is_
 from trainer.data.photos.decoding import formats, without_warnings
 from trainer.data.photos.pixel_range import PixelValues, Range
 from trainer.data.sampling import contiguous_span
-from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
+from trainer.errors import RecipeError, SetupError, TrainerError
 from trainer.recipe.text import shown
 from trainer.saving import files
 from trainer.saving.files import portable
@@ -217,25 +217,6 @@ def doubt_of(paths: Sequence[str], pixel_range: Range | None) -> str:
     except SetupError as error:
         return str(error)
     return ""
-
-
-def skip(inputs: Inputs, paths: Iterator[str], folder: Path) -> Inputs:
-    """What is left of `inputs` after those that were labelled before. Raises FolderInUseError."""
-    done = 0
-    for done, before in enumerate(paths, 1):
-        now = next(inputs.items, None)
-        if now is None or without_line_ends(now.path) != without_line_ends(before):
-            raise FolderInUseError(
-                f"{folder} was begun with other images: number {done} was {before}, "
-                f"now it is {'nothing' if now is None else now.path}; choose another output="
-            )
-    left = None if inputs.count is None else inputs.count - done
-    return replace(inputs, count=left)
-
-
-def without_line_ends(path: str) -> str:
-    """As a row of a CSV file has it."""
-    return " ".join(path.splitlines())
 
 
 def _listed(path: Path, ranks: int) -> list[str]:

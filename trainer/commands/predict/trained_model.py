@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import torch
 from torch import nn
 
 from trainer import recipe as recipes
-from trainer import tasks
-from trainer.commands.evaluate import ImageFacts, facts_of, opened_again, recipe_of
-from trainer.commands.predict.labelling import Preparation
+from trainer.commands.trained import Preparation, Trained, task_without_loss
 from trainer.data import Datasets
 from trainer.data.folders.layout import layout_of, part_of
 from trainer.data.folders.photo_folders import IMAGENET
@@ -22,13 +19,11 @@ from trainer.data.folders.scanning import LeftOut
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.errors import RecipeError, SetupError
 from trainer.models import torchvision_zoo
-from trainer.models.zoo import build, initialise
+from trainer.models.zoo import build
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TIMM
 from trainer.saving.files import portable
-from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.initial_model import model_for
 
 
 class TrainedOn:
@@ -52,7 +47,7 @@ class TrainedOn:
 
 
 @dataclass(frozen=True)
-class Trained:
+class LabelModel:
     """A model that can label, and what it was made of."""
 
     recipe: Recipe
@@ -61,51 +56,38 @@ class Trained:
     classes: tuple[str, ...]
     preparation: Preparation
     data: Datasets | None  # where a split of the data set is labelled
-    fingerprint: str
     seen: TrainedOn | None = None  # what it was trained on, where other images are labelled
     photos: tuple[str, ...] = ()  # those: files, folders, lists of paths
 
 
-def from_checkpoint(path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None) -> Trained:
+def from_checkpoint(
+    path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None
+) -> LabelModel:
     """The weights of a run or a checkpoint, with the preparation that they were evaluated with.
 
     `photos` are to be labelled beside those of data.root=, or a `split` of the run's data set; None: as the words say.
     Raises CheckpointError, RecipeError.
     """
-    weights, facts = read_weights(path)
-    recipe, photos = _with_photos(recipe_of(path, facts, tuple(words)), words, photos)
+    trained = Trained.read(path, words)
+    recipe, photos = _with_photos(trained.recipe, words, photos)
     split = not photos if split is None else split
-    data = opened_again(path, recipe, facts) if split else None
-    if facts.get("mean") == "[]" or (data is not None and data.plain):
+    data, facts = trained.data(recipe) if split else None, trained.facts
+    if (facts.classes is not None and not facts.mean) or (data is not None and data.plain):
         raise RecipeError(f"{path} was trained on inputs other than images, but predict labels images")
-    if data is not None:
-        classes, preparation = data.classes, Preparation.of(data)
-    else:
-        classes, preparation = _prepared(path, facts_of(path, facts), recipe.data.image_size)
+    classes, how = trained.preparation() if data is None else (data.classes, Preparation.of(data))
     task = _task(recipe, classes)
-    model = model_for(recipe, task, len(classes), preparation.channels, preparation.image_size, starting=False)
-    initialise(model, weights, str(path), whole=True)
+    model = trained.model(task, len(classes), how.channels, how.image_size)
     names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
-    seen = trained_on(path, recipe_of(path, facts, ())) if data is None else None
-    return Trained(recipe, task, model, names, preparation, data, _fingerprint(weights), seen, photos)
+    seen = trained_on(path, trained.own) if data is None else None
+    return LabelModel(recipe, task, model, names, how, data, seen, photos)
 
 
 def _task(recipe: Recipe, names: Sequence[str]) -> Task:
-    """The recipe's task for labelling, which asks for no loss. Raises RecipeError."""
-    task = tasks.create(recipe.replace(loss={}, augment={}), names)
+    """The recipe's task for labelling. Raises RecipeError."""
+    task = task_without_loss(recipe, names)
     if type(task).ranked is Task.ranked:
         task.ranked(torch.zeros(0))  # says so
     return task
-
-
-def _prepared(path: Path, facts: Mapping[str, str], image_size: int | None) -> tuple[tuple[str, ...], Preparation]:
-    """Classes and preparation, by the metadata of the weights' file. Raises CheckpointError."""
-    images = ImageFacts.of(path, facts)
-    size = image_size or images.image_size
-    shorter = images.shorter_side if size == images.image_size else None
-    if images.shorter_side == images.image_size:  # nothing was cut off
-        shorter = size
-    return images.classes, Preparation(size, shorter or shorter_side(size), images.channels, images.mean, images.std)
 
 
 def _with_photos(recipe: Recipe, words: Sequence[str], photos: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
@@ -122,7 +104,7 @@ def _with_photos(recipe: Recipe, words: Sequence[str], photos: Sequence[str]) ->
     return recipe.replace(data__root=photos[0]) if photos else recipe, tuple(photos)
 
 
-def published(words: Sequence[str], photos: Sequence[str] = ()) -> Trained:
+def published(words: Sequence[str], photos: Sequence[str] = ()) -> LabelModel:
     """One of torchvision's models with the weights that it publishes."""
     recipe = recipes.load(None, *words)
     if recipe.predict.split is not None:
@@ -144,17 +126,7 @@ def published(words: Sequence[str], photos: Sequence[str] = ()) -> Trained:
     size = preset.crop_size[0]
     model = build(recipe.model, len(classes), 3, size)
     preparation = Preparation(size, shorter_side(size), 3, *IMAGENET, preset)
-    weights = _fingerprint(model.state_dict())
-    return Trained(recipe, _task(recipe, classes), model, classes, preparation, None, weights, photos=photos)
-
-
-def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().contiguous()
-        digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    return LabelModel(recipe, _task(recipe, classes), model, classes, preparation, None, photos=photos)
 
 
 def trained_on(path: Path, recipe: Recipe) -> TrainedOn | None:

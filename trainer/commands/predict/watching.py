@@ -26,9 +26,9 @@ class Watch:
     """Looks at the pool about once a second."""
 
     def __init__(
-        self, folder: Path, count: int | None, logging: LoggingRecipe, devices: Sequence[str], speaks: bool, done: int
+        self, folder: Path, count: int | None, logging: LoggingRecipe, devices: Sequence[str], speaks: bool
     ) -> None:
-        """`count` images are to come after `done` of an earlier command; only the rank that `speaks` shows a bar."""
+        """`count` images are to come; only the rank that `speaks` shows a bar."""
         self._folder = folder
         self._names, self._count, self._done = list(numbered(devices)), count, 0
         self._looked = self._spoke = self._begun = time.monotonic()
@@ -39,14 +39,12 @@ class Watch:
         if not speaks:
             return
         if logging.progress and terminal:
-            total = None if count is None else count + done
-            self._bar = tqdm(total=total, initial=done, unit="image", smoothing=0.1, dynamic_ncols=True)
+            self._bar = tqdm(total=count, unit="image", smoothing=0.1, dynamic_ncols=True)
         if logging.tensorboard:
             with writing_rows(folder):
                 self._events = Events(folder)
             what = "images as they come" if count is None else counted(count, "image")
-            again = f", after {done:,} that were labelled before" if done else ""
-            print(f"predicting {what}{again} on {', '.join(self._names)}", flush=True)
+            print(f"predicting {what} on {', '.join(self._names)}", flush=True)
 
     def note(self, pool: DevicePool) -> None:
         """One more image is labelled."""
@@ -84,4 +82,4 @@ class Watch:
                 self._events.close()
 
     def _move_bar(self) -> None:
-        self._bar.update(self._done - (self._bar.n - self._bar.initial))
+        self._bar.update(self._done - self._bar.n)

@@ -22,6 +22,7 @@ from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
 from trainer.saving.files import csv_text, opened, portable
 from trainer.saving.run_folder import RunFolder
+from trainer.saving.run_names import run_folder
 
 # Names of folders, in upper or lower case; the first that exists is used.
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -210,8 +211,7 @@ def part_of(path: Path, part: str) -> frozenset[str] | None:
 
     None: it drew no split. Raises SetupError.
     """
-    folders = (path, *path.absolute().parents[:3])
-    file = next((folder for folder in folders if (folder / "recipe.yaml").is_file()), path) / SPLIT_FILE
+    file = (run_folder(path) or path) / SPLIT_FILE
     if not os.path.lexists(file):
         return None
     try:

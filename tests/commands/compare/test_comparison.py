@@ -246,12 +246,6 @@ def test_a_sweep(machine, tmp_path):
     assert (tmp_path / "out/sweep.png").exists() and (tmp_path / "out/runs/pipeline-pipeline.split_size=4/2").is_dir()
 
 
-def test_a_sweep_over_ranks_and_one_of_words(machine, tmp_path):
-    compare.compare("digits", ["ddp"], sweep="nproc:[1,2]", repeats=1, output="ranks")
-    compare.compare("digits", ["ddp"], sweep="augment.crop_scale:[[0.1,1.0],[0.5,1.0]]", repeats=1, output="words")
-    assert (tmp_path / "ranks/sweep.png").exists() and (tmp_path / "words/sweep.png").exists()
-
-
 def test_a_recipe_of_the_python_api(machine, tmp_path):
     recipe = load("digits", "batch_size=64", "optimizer.lr=0.03")
     report = compare.compare(recipe, ["single", "split"], repeats=1)

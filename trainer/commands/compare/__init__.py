@@ -102,7 +102,7 @@ def compare(
     resumes = resume is not None
     with claim(output, Path(stem), "comparison", FILE, asdict(asked), free=("repeats",), resume=resumes) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return Comparison(folder, name, base, rows, swept, asked, word).run().to_dict()
+        return asdict(Comparison(folder, name, base, rows, swept, asked, word).run())
 
 
 def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:

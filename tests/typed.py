@@ -6,6 +6,9 @@ import types
 from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from trainer.commands.sweep.space import dimension
+from trainer.errors import RecipeError
+
 
 def odd(value: Any, kind: Any, place: str = "it") -> list[str]:
     """What of a value its type does not tell: other keys, in words, or another type."""
@@ -32,3 +35,11 @@ def odd(value: Any, kind: Any, place: str = "it") -> list[str]:
     if kind is Any or (kind is float and type(value) is int) or type(value) is (kind or types.NoneType):
         return []
     return [f"{place}: {value!r} is no {kind}"]
+
+
+def is_swept(key: str, text: str) -> bool:
+    """Whether `key=text` means several values to `sweep`, right or wrong, rather than one."""
+    try:
+        return dimension(key, text) is not None
+    except RecipeError:
+        return True

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ok
+from tests.typed import is_swept
 from trainer.cli.command_table import COMMANDS
 from trainer.cli.grammar import read
 from trainer.cli.guide import command_page as page
@@ -18,7 +19,6 @@ from trainer.commands.plan import OWN as PLAN_WORDS
 from trainer.commands.sweep.space import OWN_WORDS as SWEEP_WORDS
 from trainer.recipe import load
 from trainer.recipe.reflection import defaults
-from trainer.recipe.search_space import is_swept
 
 COMMAND_WORDS = {name: command.words for name, command in COMMANDS.items() if command.words}
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.command_line import BARE, PROJECT, WHOLE, ok, suggested, trainer
 from tests.guide import shell
+from tests.typed import is_swept
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.cli.guide import topics
 from trainer.errors import RecipeError, TrainerError
@@ -22,7 +23,6 @@ from trainer.recipe import MODES, load
 from trainer.recipe.key_reference import shown_keys
 from trainer.recipe.reflection import READERS, defaults, sections
 from trainer.recipe.removed import REMOVED
-from trainer.recipe.search_space import is_swept
 
 OPEN = "{}"  # stands for what a message fills in
 # Words that are no key and no word of a command line, by what they are.

@@ -24,13 +24,13 @@ from tests.command_line import PROJECT, environment, ok
 from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
+from tests.typed import is_swept
 from trainer import __main__ as cli
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import load
 from trainer.recipe.reflection import defaults
-from trainer.recipe.search_space import is_swept
 
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs

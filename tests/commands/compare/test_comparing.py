@@ -6,6 +6,7 @@ import pytest
 
 from trainer.commands.compare import comparing
 from trainer.commands.compare.comparing import Length, choose_length
+from trainer.commands.compare.comparison_table import spread
 from trainer.commands.trials.engine import speed
 from trainer.recipe import load
 
@@ -41,6 +42,11 @@ def test_the_speed_of_a_run_is_the_median_of_its_windows():
     assert speed(rows(*calm, (10, 5.0)), 700.0) == 1000.0  # a burst of something else
     assert speed(rows(*calm, (200, 900.0)), 700.0) == 900.0  # windows weigh their steps
     assert speed(rows(*calm), 700.0) == 700.0  # too few
+
+
+def test_a_mean_below_its_deviation_is_no_figure():
+    assert not any(letter.isdigit() for letter in spread(151.0, 173.0))
+    assert spread(1709.2, 28.44) == "1,709 +- 28" and spread(1.53, 0.046) == "1.53 +- 0.05"
 
 
 def test_averaging_between_steps_counts():

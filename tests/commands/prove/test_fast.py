@@ -119,13 +119,6 @@ def test_every_number_of_devices_up_to_all():
     assert "links" not in alone and "bubble" not in alone and "speed vit_b_16 x1" in alone
 
 
-def test_the_best_settings_are_a_sentence(tmp_path):
-    best = {"batch": 64, "precision": "bf16", "compile": True, "tried": [{}, {}]}
-    check = next(check for check in checks(CPUS) if check.name == "settings resnet20")
-    line = check.run(runner(tmp_path, CPUS, [best])).line
-    assert "64 images per device in bf16, compiled" in line and "  " not in line
-
-
 def test_settings_that_could_not_be_found_leave_the_speed_out(tmp_path):
     one = CheckRunner(tmp_path, CPUS)
     check = next(check for check in checks(CPUS) if check.name == "speed resnet20 x1")

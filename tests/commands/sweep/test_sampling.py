@@ -9,6 +9,7 @@ import pytest
 
 from trainer.commands import sweep
 from trainer.commands.sweep import sampling
+from trainer.commands.sweep.space import SearchSpace
 from trainer.errors import Interrupted
 
 pytest.importorskip("optuna", reason="pip install optuna")
@@ -70,15 +71,10 @@ def test_a_stopped_sweep_goes_on_with_the_same_values(machine, torn):
 
 def test_a_stop_before_a_trial_has_its_values_loses_no_trial(machine):
     swept("trials=2", "threads=2")
-    sampling.Sampler(sources_space(), Path("out"), True).study.ask()
+    space = SearchSpace.of("digits", ["optimizer.lr=0.001..1", "epochs=4"], 1, 4, None, None)
+    sampling.Sampler(space, Path("out"), True).study.ask()
     report = swept("trials=4", "threads=2")
     assert len(report["trials"]) == 4
-
-
-def sources_space():
-    from trainer.commands.sweep.space import SearchSpace
-
-    return SearchSpace.of("digits", ["optimizer.lr=0.001..1", "epochs=4"], 1, 4, None, None)
 
 
 def test_a_trial_that_fails_is_no_value(machine):

@@ -9,43 +9,32 @@ import pytest
 
 from trainer.commands import sweep
 from trainer.commands.sweep import space
-from trainer.commands.sweep.space import Places, SearchSpace
+from trainer.commands.sweep.space import Choices, Places, Range, SearchSpace, dimension
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import resources
 from trainer.recipe.reflection import defaults, kinds
-from trainer.recipe.search_space import Choices, Range, dimension
 
 BAD = [
-    ([], "optimizer.lr=[0.01,0.03,0.1]"),
-    (["epochs=3"], "type the values to try"),
+    (["epochs=3"], "type the values to try, as in optimizer.lr=[0.01,0.03,0.1]"),
     (["optimizer.lr=[0.1]"], "optimizer.lr=0.1 is one trial"),
-    (["optimizer.lr=[]"], "no value"),
-    (["optimizer.lr=[0.1,0.1]"], "lists 0.1 twice"),
+    (["optimizer.lr=[]"], "lists no values"),
     (["optimizer.lr=[0.1,1e-1]"], "0.1 and 1e-1, which are the same"),
-    (["optimizer.lr=[0.1,0.2"], "is not a list"),
-    (["optimizer.lr=[0.1,[0.2]]"], "cannot run"),
+    (["optimizer.lr=[0.1,0.2"], "lists no values"),
     (["optimizer.lr=[0.1,-1]"], "a trial with optimizer.lr=-1 cannot run"),
     (["optimizer.lrr=[0.1,0.2]"], "did you mean optimizer.lr?"),
     (["optimizer.lr=0.1", "optimizer.lr=[0.1,0.2]"], "given twice"),
-    (["optimizer.lr=1..0.1"], "two numbers, the smaller first"),
-    (["optimizer.lr=0.1..0.1"], "two numbers, the smaller first"),
-    (["optimizer.lr=0.1.."], "two numbers, the smaller first, as in optimizer.lr=0.001..0.1"),
-    (["batch_size=1.5..8"], "batch_size is a whole number"),
-    (["data.mean=[0.5]"], "type the values to try"),
+    (["optimizer.lr=1..0.1"], "two numbers, the smaller first, as in optimizer.lr=0.001..0.1"),
+    (["optimizer.lr=0.1.."], "two numbers, the smaller first"),
+    (["batch_size=1.5..8"], "two whole numbers"),
     (["data.mean=[[0.5],[0.5,0.5]]"], "a trial with data.mean=[0.5,0.5] cannot run"),
     (["devices=[[cpu],[cpu,cpu]]"], "where trials run"),
     (["mode=[single,ddp]"], "compare 'modes=[...]'"),
-    (["threads=[1,2]"], "change no result"),
     (["optimizer.lr=[0.1,0.2]", "trials=5"], "lists are tried in every combination, here 2: leave trials= out"),
-    (["optimizer.lr=[0.1,0.2]", "repeats=0"], "repeats=0 must be a whole number"),
-    (["optimizer.lr=[0.1,0.2]", "trials=x"], "trials=x must be a whole number"),
     (["seed=[1,2]", "repeats=3"], "keep repeats="),
     (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words continue it"),
-    (["optimizer.name=[sgd,adam]", "optimizer.nesterov=true"], "a trial with optimizer.name=adam cannot run"),
     (["model.name=[cnn,cnnn]"], "did you mean model.name=cnn?"),
     (["batch_size=[96,97]", "mode=local_sgd", "nproc=2"], "a trial with batch_size=97 cannot run"),
     (["seed=[" + ",".join(map(str, range(40))) + "]", "epochs=[" + ",".join(map(str, range(1, 40))) + "]"], "1,560"),
-    (["optimizer.lr=[0.1,0.2]", "plugin=no_such_module"], "no_such_module"),
 ]
 
 
@@ -66,18 +55,7 @@ def test_a_range_without_optuna_says_what_to_install_and_what_to_type_instead(mo
         sweep.command(["recipe=digits", "optimizer.lr=0.001..1"])
 
 
-def test_under_torchrun_it_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(RecipeError, match="without torchrun"):
-        sweep.command(["recipe=digits", "seed=[1,2]"])
-
-
 LISTS = [key for key, taken in kinds().items() if list in taken]
-
-
-def test_there_are_keys_whose_value_is_a_list():
-    assert {"devices", "data.mean", "optimizer.betas", "pipeline.cuts", "loss.class_weights"} <= {*LISTS}
 
 
 @pytest.mark.parametrize("key", defaults())
@@ -108,11 +86,8 @@ def test_what_words_mean(word, meant):
     assert dimension(*word.split("=", 1)) == meant
 
 
-def test_a_scale_is_logarithmic_from_a_factor_of_ten_on():
+def test_a_range_has_a_scale_and_short_numbers_within_it():
     assert [Range("k", low, 1.0, False).log for low in (0.0, 0.1, 0.11)] == [False, True, False]
-
-
-def test_numbers_of_a_range_are_short_and_within_it():
     part = Range("optimizer.lr", 0.12342, 0.2, False)
     assert part.typed(0.123421) == "0.12342" and part.typed(0.15555555) == "0.1556"
     assert Range("batch_size", 16, 64, True).typed(17) == "17"

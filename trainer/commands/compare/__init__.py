@@ -75,7 +75,8 @@ def compare(
     if isinstance(recipe, Mapping):
         recipe = load_recipe(recipe)
     modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
-    _check_kinds(words, sweep, output)
+    if isinstance(words, str) or not isinstance(sweep, str | None):
+        raise RecipeError("words= is a list and sweep= is text, as in words=['epochs=2'], sweep='batch_size:[32,64]'")
     output = None if output is None else str(output)
     ranks, measured = positive_integer("nproc", nproc), positive_integer("steps", steps)
     repeats = positive_integer("repeats", repeats)
@@ -101,17 +102,7 @@ def compare(
     resumes = resume is not None
     with claim(output, Path(stem), "comparison", FILE, asdict(asked), free=("repeats",), resume=resumes) as folder:
         word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return Comparison(folder, name, base, rows, swept, asked, word).run().to_dict()
-
-
-def _check_kinds(words: object, sweep: object, output: object) -> None:
-    """Raises RecipeError for what a program hands over as something else."""
-    if isinstance(words, str) or not isinstance(words, Sequence):
-        raise RecipeError(f"words= is a list, as in words=['epochs=2'], not {type(words).__name__}")
-    if not isinstance(sweep, str | None):
-        raise RecipeError(f"sweep= is text, as in sweep='batch_size:[32,64]', not {type(sweep).__name__}")
-    if not isinstance(output, str | Path | None):
-        raise RecipeError(f"output= is a folder's name, not {type(output).__name__}")
+        return asdict(Comparison(folder, name, base, rows, swept, asked, word).run())
 
 
 def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.commands.compare.entries import Entry, Sweep
@@ -138,7 +138,3 @@ class ComparisonReport:
     machine: MachineFigures
     versions: dict[str, str | None]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """As compare.json has it."""
-        return asdict(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ CSV_COLUMNS = (
     "exactness", "deviation", "label", "error", "exit_code",
 )  # fmt: skip
 SPEED = "images per second"
+LEARNT = (  # picture, curve, its label
+    ("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy"),
+    ("throughput", "speed/samples_per_sec", SPEED),
+)  # fmt: skip
 
 
 def write_tables(folder: Path, report: ComparisonReport) -> None:
     """compare.json, compare.csv and compare.md."""
-    plain = report.to_dict()
+    plain = asdict(report)
     reports.write_tables(folder, "compare", plain, as_markdown(report), csv_rows(plain["entries"]))
 
 
@@ -157,19 +162,14 @@ def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
 def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
     series: dict[str, list[plots.Point]] = {}
     for row, entry in zip(rows, entries, strict=True):
-        if row.samples_per_sec:
-            speed, value = row.samples_per_sec, row.value
-            if entry.name == entry.series:
-                x = None
-            else:
-                x = value if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+        if speed := row.samples_per_sec:
+            is_number = isinstance(row.value, int | float) and not isinstance(row.value, bool)
+            x = None if entry.name == entry.series else row.value if is_number else json.dumps(row.value)
             series.setdefault(entry.series, []).append(plots.Point(x, speed.mean, speed.std or 0.0))
-    if not series:
-        return path
-    if sweep.key == "nproc":
+    if sweep.key == "nproc" and series:
         over = {name: points for name, points in series.items() if points[0].x is not None}
         plots.scaling(path, over, SPEED, title)
-    else:
+    elif series:
         plots.sweep(path, sweep.key, series, SPEED, title)
     return path
 
@@ -177,22 +177,17 @@ def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], s
 def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: str) -> list[Path]:
     """Loss, and accuracy where it was measured more than once, over steps and over seconds; speed over seconds."""
     made = []
-    for name, tag, label in (("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy")):
-        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > 1}
+    for name, tag, label in LEARNT:
+        least = 0 if name == "throughput" else 1
+        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > least}
         if curves:
             steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
             seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
             every = [value for *_, curve in curves.values() for value in curve]
             log = name == "loss" and 0 < min(every) < max(every) / 50  # else the ends would lie on the axis
             panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
-            plots.curves(folder / f"{name}.png", panels, title)
+            plots.curves(folder / f"{name}.png", panels[1 - least :], title)
             made.append(folder / f"{name}.png")
-    speed = {
-        entry: tags["speed/samples_per_sec"][1:] for entry, tags in learnt.items() if "speed/samples_per_sec" in tags
-    }
-    if speed:
-        plots.curves(folder / "throughput.png", [plots.Panel(speed, "seconds", SPEED)], title)
-        made.append(folder / "throughput.png")
     return made
 
 
@@ -207,16 +202,16 @@ def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Ent
     home = folder / "tensorboard"
     for old in home.glob("*/*.compared"):
         old.unlink()
-    ran = [(entry, row) for entry, row in zip(entries, report.entries, strict=True) if row.samples_per_sec]
+    ran = [(entry, row.samples_per_sec) for entry, row in zip(entries, report.entries, strict=True)]
+    ran = [(entry, speed) for entry, speed in ran if speed]
     writer = Events(home / (ran[0][0] if ran else entries[0]).slug, ".compared")
     writer.text("compare", as_markdown(report), 0)
     for n, path in enumerate(pictures, 1):
         picture = Summary.Image(encoded_image_string=path.read_bytes())
         writer.add(Summary(value=[Summary.Value(tag=f"compare/{n}_{path.stem}", image=picture)]), 0)
     writer.close()
-    for entry, row in ran:
-        assert row.samples_per_sec is not None
+    for entry, figures in ran:
         writer = Events(home / entry.slug, ".compared")
-        for repeat, speed in row.samples_per_sec.runs.items():
+        for repeat, speed in figures.runs.items() if figures else ():
             writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
         writer.close()

@@ -110,32 +110,20 @@ def parse_modes(text: str) -> list[str]:
 
 def parse_sweep(text: str) -> Sweep:
     """The value of `sweep=`, key:[values]. Raises RecipeError."""
-    key, colon, rest = text.partition(":")
-    values = _yaml(rest, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
-    if not colon:
-        key, _, rest = text.partition("=")
-    known = {**defaults(), "nproc": 1}
-    if not colon or not isinstance(values, list):
-        example = _example(key if key in known else recipe.nearest(key, known) or "batch_size", rest)
-        raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in {example}")
+    key, _, rest = text.partition(":")
+    values, known = _yaml(rest, yaml.BaseLoader if is_text(key) else yaml.SafeLoader), {**defaults(), "nproc": 1}
+    if not isinstance(values, list) or not values:
+        raise RecipeError(f"sweep={text[:80]} must be a key and a list of values, as in sweep=batch_size:[32,64]")
     if key not in known:
         guess = recipe.nearest(key, known)
         raise RecipeError(f"sweep={key}: the recipe has no such key" + (f"; did you mean {guess}?" if guess else ""))
     if key in ("mode", "output", "resume"):
         hint = "write modes=[...]" if key == "mode" else "every run has a folder of its own"
         raise RecipeError(f"sweep={key} is not for a sweep: {hint}")
-    if not values:
-        raise RecipeError(f"sweep={key}:[] has no value: write {_example(key, '')}")
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         raise RecipeError(f"sweep={key} lists {twice} twice: keep one")
     return Sweep(key, values)
-
-
-def _example(key: str, listed: str) -> str:
-    """The word to type, with the values that stand in `listed`."""
-    values = [word.strip() for word in listed.strip("[]() ").split(",") if word.strip()]
-    return f"sweep={key}:[{','.join(values) or 'FIRST,SECOND'}]"
 
 
 def _yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:

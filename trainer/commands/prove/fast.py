@@ -15,6 +15,7 @@ from typing import Any
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.right import pipeline
 from trainer.commands.trials.engine import TrialFailed, failure_line, speed, steps_of
+from trainer.commands.trials.measuring import in_turn, seconds
 from trainer.telemetry.flops import PEAK_BANDWIDTH, published
 from trainer.telemetry.readable import number
 
@@ -26,7 +27,6 @@ SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 WARM, SECONDS = 5, 2.5  # steps before a run of ours is timed; how long, about
 ROUNDS = {"cuda": 2, "cpu": 3}  # pairs of a bare run and one of ours, in turn
 PAIR = {"cuda": 55.0, "cpu": 20.0}  # seconds, about, of such a pair
-LIBRARIES = "import torch, torchvision"
 SETTINGS = ("batch", "precision", "compile")
 
 
@@ -139,19 +139,25 @@ def links(runner: CheckRunner) -> Outcome:
     return wrong(f"slow from {', '.join(shown)}: {part:.0%} of the fastest link", todo, **figures)
 
 
+def load_libraries() -> None:
+    """What Python takes for torch and torchvision alone."""
+    subprocess.run(
+        [sys.executable, "-c", "import torch, torchvision"], check=True, stdin=subprocess.DEVNULL, capture_output=True
+    )
+
+
 def start_up(runner: CheckRunner) -> Outcome:
     """From the command to the first step, and what Python takes to load torch and torchvision alone."""
-    ours, bare = [], []
     words = ["recipe=digits", "mode=single", *runner.devices.first(), "max_steps=1", "epochs=1"]
     words += ["save.every_epochs=null"]
-    for turn in range(3):
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, "-c", LIBRARIES], check=True, stdin=subprocess.DEVNULL, capture_output=True)
-        bare.append(time.perf_counter() - begun)
+
+    def ours_takes(turn: int) -> float:
         begun = time.perf_counter()
         spent = runner.train(f"start-up/{turn}", words, timed=True)["seconds_in"]
         later = sum(spent.get(part, 0.0) for part in ("steps", "evaluation", "saving"))
-        ours.append(time.perf_counter() - begun - later)
+        return float(time.perf_counter() - begun - later)
+
+    bare, ours = in_turn(3, lambda turn: seconds(load_libraries), ours_takes)
     return _beside("s", ours, bare, f"the libraries alone take {median(bare):.1f} s", "seconds")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainer import recipe as recipes
+from trainer.commands.trials.measuring import in_turn, seconds
 from trainer.data import Loader, Shard, open_datasets
 from trainer.models.zoo import build
 from trainer.processes import fork_server
@@ -36,15 +37,14 @@ def save(here: Measurer) -> dict[str, Any]:
     model = build(ModelRecipe(name=here.task["model"]), 1000, 3, 224)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     momentum = {f"{name}//momentum_buffer": torch.rand_like(p) for name, p in model.named_parameters()}
-    ours, bare, path = [], [], here.folder / "plain.pt"
-    for number in range(PAIRS):
-        state = State(Position(number + 1, 0, number + 1), {"model": weights, "optimizer": momentum}, {})
-        begun = time.perf_counter()
-        checkpoint.commit(here.folder, state, 2)
-        ours.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        _torch_save(path, {**weights, **momentum})
-        bare.append(time.perf_counter() - begun)
+    path = here.folder / "plain.pt"
+
+    def ours_takes(turn: int) -> float:
+        state = State(Position(turn + 1, 0, turn + 1), {"model": weights, "optimizer": momentum}, {})
+        return seconds(lambda: checkpoint.commit(here.folder, state, 2))
+
+    plain = {**weights, **momentum}
+    ours, bare = in_turn(PAIRS, ours_takes, lambda turn: seconds(lambda: _torch_save(path, plain)))
     shutil.rmtree(here.folder / "checkpoints")
     path.unlink()
     return {"ours": ours, "bare": bare, "bytes": sum(t.nbytes for t in (*weights.values(), *momentum.values()))}
@@ -67,10 +67,11 @@ def readers(here: Measurer) -> dict[str, Any]:
     recipe = recipes.load(None, *words, "data.name=imagefolder", "augment.crop=resized", "augment.hflip=0.5")
     data = open_datasets(recipe)
     loader = Loader(data, recipe, task_of(recipe, data), Shard(), here.device)
-    ours, bare = [], []
-    for epoch in range(PAIRS):
-        ours.append(_photos_per_sec(lambda: loader.training(epoch)))  # noqa: B023
-        bare.append(_photos_per_sec(lambda: iter(_torchvision(root, size, loader.workers or 0))))
+    ours, bare = in_turn(
+        PAIRS,
+        lambda turn: _photos_per_sec(loader.training(turn)),
+        lambda turn: _photos_per_sec(iter(_torchvision(root, size, loader.workers or 0))),
+    )
     loader.close()
     shutil.rmtree(root)
     return {"ours": ours, "bare": bare, "processes": loader.workers}
@@ -105,9 +106,8 @@ def _torchvision(root: Path, size: int, workers: int) -> Any:
     return DataLoader(photos, BATCH, True, num_workers=workers, drop_last=True, multiprocessing_context=context)
 
 
-def _photos_per_sec(begin: Callable[[], Iterator[Any]]) -> float:
+def _photos_per_sec(batches: Iterator[Any]) -> float:
     """Once the readers are at work."""
-    batches = begin()
     for _ in range(WARM):
         next(batches)
     begun, photos = time.perf_counter(), 0

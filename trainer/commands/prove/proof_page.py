@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import getpass
 import re
+import shlex
 import socket
 import textwrap
 import time
@@ -17,7 +18,9 @@ from typing import Any
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome
 from trainer.commands.prove.fast import NETWORKS
+from trainer.commands.trials import report as reports
 from trainer.commands.trials.report import BUSY, MachineFigures
+from trainer.telemetry import readable
 from trainer.telemetry.plots import COLOURS, INK, canvas, save_picture
 
 FORMAT = 1
@@ -100,37 +103,27 @@ Row = Mapping[str, Any]
 
 def markdown(proof: Proof) -> str:
     checks = proof["checks"]
-    bad = [row for row in checks if row["status"] == "wrong"]
-    done = [row for row in checks if row["status"] != "left out"]
-    lines = [f"### {proof['sentence']}", ""]
-    lines += [f"- **{row['title']}**: {row['line']}. Try: {row['todo']}" for row in bad] + [""] * bool(bad)
-    lines += ["| does it train correctly? | | found |", "| --- | --- | --- |"]
-    lines += [
-        f"| {row['title']} | {MARKS[row['status']]} | {_cell(row['line'])} |" for row in done if row["part"] == "right"
-    ]
-    if fast := [row for row in done if row["part"] == "fast"]:
-        lines += ["", "| how fast? | found |", "| --- | --- |"]
-        cells = [f"{MARKS[row['status']]} {_cell(row['line'])}".strip() for row in fast]
-        lines += [f"| {row['title']} | {cell} |" for row, cell in zip(fast, cells, strict=True)]
-    if published := [(row["title"], other) for row in checks for other in row["figures"].get("beside_others", ())]:
-        lines += ["", "| beside others on the same card | theirs | ours, of it | source |", "| --- | --- | --- | --- |"]
-        lines += [
-            f"| {title} | {other['images_per_sec']:,} images/s ({other['what']}) | {other['share']:.0%} | "
-            f"{other['source']} |"
-            for title, other in published
-        ]
+    bad = [f"**{row['title']}**: {row['line']}. Try: {row['todo']}" for row in checks if row["status"] == "wrong"]
+    right, fast = [["does it train correctly?", "", "found"]], [["how fast?", "found"]]
+    beside = [["beside others on the same card", "theirs", "ours, of it", "source"]]
+    for row in checks:
+        title, mark = row["title"], MARKS.get(row["status"])
+        if mark is not None:
+            cells = [mark, row["line"]] if row["part"] == "right" else [f"{mark} {row['line']}".strip()]
+            (right if row["part"] == "right" else fast).append([title, *cells])
+        for other in row["figures"].get("beside_others", ()):
+            theirs = f"{other['images_per_sec']:,} images/s ({other['what']})"
+            beside.append([title, theirs, f"{other['share']:.0%}", other["source"]])
+    more = ["\n".join(readable.markdown_table(table)) for table in (fast, beside) if len(table) > 1]
     if left := [row["title"] for row in checks if row["status"] == "left out"]:
-        lines += ["", f"Skipped in {proof['minutes']:g} minutes: {'; '.join(left)}."]
-    lines += ["", f"Machine: {MachineFigures(**proof['machine'])}."]
-    if (busy := proof["busy_cores"]) and busy >= BUSY:
-        lines.append(f"Other programs kept {busy:.1f} cores busy meanwhile.")
-    versions = ", ".join(f"{name} {version}" for name, version in proof["versions"].items() if version)
-    note = "Figures are medians (smallest to largest) of several, each measured in alternation with bare PyTorch."
-    return anonymous("\n".join([*lines, f"Versions: {versions}.", "", note, ""]))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+        more.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(left)}.")
+    busy = proof["busy_cores"] or 0.0
+    others = f"Other programs kept {busy:.1f} cores busy meanwhile.\n" * (busy >= BUSY)
+    more.append(f"Machine: {MachineFigures(**proof['machine'])}.\n{others}{reports.versions_line(proof['versions'])}")
+    more.append("Figures are medians (smallest to largest) of several, each measured in alternation with bare PyTorch.")
+    words = ["prove", f"minutes={proof['minutes']:g}", f"devices=[{','.join(proof['devices'])}]"]
+    command = shlex.join(["python", "-m", "trainer", *words])
+    return anonymous(reports.as_markdown(proof["sentence"], command, right, (), bad, *more))
 
 
 def anonymous(text: str) -> str:

@@ -10,8 +10,6 @@ import importlib.resources
 import json
 import math
 import shutil
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Mapping
@@ -24,10 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
-from trainer.commands.prove.fast import LIBRARIES
 from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, proof_of
 from trainer.commands.trials.engine import claim
-from trainer.commands.trials.report import BUSY, Others, this_machine
+from trainer.commands.trials.measuring import seconds
+from trainer.commands.trials.report import BUSY, Others, this_machine, write_tables
 from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.terminal import say
@@ -84,11 +82,6 @@ class Kept:
         text = json.dumps({**usable_json(self.folder / KEPT), "checks": rows}, indent=1)
         write_atomically(self.folder / KEPT, text + "\n")
 
-    def start_over(self) -> None:
-        """Remove the runs of a proof that found something wrong: new ones must not be compared with them."""
-        for name in ("runs", "measured"):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
     """The proof's status, once its report is printed and written."""
@@ -116,9 +109,10 @@ class Proving:
         self.checks = [*right.checks(devices), *fast.checks(devices)]
         self.runner = CheckRunner(folder.folder, devices, folder.done())
         if any(outcome.status == "wrong" for outcome in folder.outcomes.values()):
-            folder.start_over()
-        self.slower = 1.0  # than a quiet machine
-        self.spent: list[tuple[float, float]] = []  # seconds of each check, and those that were expected
+            for name in ("runs", "measured"):  # new runs must not be compared with those of a wrong machine
+                shutil.rmtree(folder.folder / name, ignore_errors=True)
+        # seconds of the checks so far, and those that were expected; a first guess weighs as a minute of checks
+        self.took = self.expected = 60.0
 
     def run(self) -> None:
         while chosen := self._chosen():
@@ -126,9 +120,7 @@ class Proving:
 
     def announce(self) -> None:
         """What will be done, and what will be left out. Raises RecipeError."""
-        begun = time.monotonic()
-        subprocess.run([sys.executable, "-c", LIBRARIES], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        self.slower = min(5.0, max(1.0, (time.monotonic() - begun) / QUIET_START))
+        self.took *= min(5.0, max(1.0, seconds(fast.load_libraries) / QUIET_START))
         chosen, waiting = self._chosen(), self._waiting()
         done = len(self.checks) - len(waiting)
         enough = math.ceil(1.1 * sum(map(self._takes, waiting)) / 60)
@@ -152,8 +144,7 @@ class Proving:
 
     def _takes(self, check: Check) -> float:
         """Seconds, from what the checks before it took."""
-        took, expected = (sum(values) for values in zip(*self.spent, strict=True)) if self.spent else (0.0, 0.0)
-        return check.seconds * (took + 60 * self.slower) / (expected + 60)  # the guess weighs as a minute of checks
+        return check.seconds * self.took / self.expected
 
     def _chosen(self) -> list[Check]:
         """Those that fit into what is left, what counts most first; in the order in which they are done."""
@@ -174,19 +165,17 @@ class Proving:
             raise
         except Exception as error:
             outcome = wrong(in_one_line(error)[0], "see the .log files in runs and measured beside proof.md")
-        seconds = time.monotonic() - begun
-        self.spent.append((seconds, check.seconds))
-        outcome = self.runner.outcomes[check.name] = replace(outcome, seconds=round(seconds, 1))
+        took = time.monotonic() - begun
+        self.took, self.expected = self.took + took, self.expected + check.seconds
+        outcome = self.runner.outcomes[check.name] = replace(outcome, seconds=round(took, 1))
         self.kept.keep(check.name, outcome)
         status = {"wrong": "WRONG: ", "measured": ""}.get(outcome.status, f"{outcome.status}: ")
-        say(f"{status}{outcome.line} ({seconds:.0f} s)")
+        say(f"{status}{outcome.line} ({took:.0f} s)")
 
 
 def write(folder: Path, proof: Proof) -> None:
     """proof.json, proof.md and proof.png, each replaced at once."""
-    text = json.dumps(without_nan(proof), indent=2, allow_nan=False)
-    write_atomically(folder / "proof.json", anonymous(text) + "\n")
-    write_atomically(folder / "proof.md", markdown(proof))
+    write_tables(folder, "proof", json.loads(anonymous(json.dumps(without_nan(proof)))), markdown(proof))
     draw(folder / "proof.png", proof)
 
 

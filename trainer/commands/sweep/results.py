@@ -94,10 +94,6 @@ class SweepReport:
     def done(self) -> list[TrialFigures]:
         return [row for row in self.trials if row.status == "done"]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As sweep.json has it."""
-        return asdict(self)
-
 
 def tabulate(
     trials: Sequence[SweepTrial], runs: Mapping[int, Mapping[int, RunFigures]], repeats: int, metric: Metric
@@ -181,10 +177,8 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
 
 def _listed(rows: Sequence[TrialFigures]) -> str:
     """Rows by their trials' numbers, or how many they are."""
-    numbers = sorted(row.trial for row in rows)
-    if len(numbers) > MOST:
-        return f"{len(numbers)} others"
-    return f"trial{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    numbers = ", ".join(str(number) for number in sorted(row.trial for row in rows))
+    return f"{len(rows)} others" if len(rows) > MOST else f"trial{'s' * (len(rows) > 1)} {numbers}"
 
 
 def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
@@ -193,7 +187,7 @@ def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
     for row in report.trials:
         figures = [getattr(row, name) for name in FIGURES]
         rows.append([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
-    reports.write_tables(folder, "sweep", report.to_dict(), as_markdown(report, metric), rows)
+    reports.write_tables(folder, "sweep", asdict(report), as_markdown(report, metric), rows)
 
 
 def columns(report: SweepReport, metric: Metric) -> list[list[str]]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.sweep.space import SearchSpace, SweepTrial
-from trainer.recipe.search_space import Choices, Dimension
+from trainer.commands.sweep.space import Choices, Dimension, SearchSpace, SweepTrial
 
 JOURNAL = "optuna.log"
 RANDOM = 10  # trials that are drawn at random before the sampler looks at what was good

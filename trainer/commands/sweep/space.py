@@ -1,4 +1,7 @@
-"""Words -> what is tried: the keys that vary, what all trials share, and where on this machine each trial runs."""
+"""Words -> what is tried: the keys that vary, what all trials share, and where on this machine each trial runs.
+
+A key varies by a list of values, `optimizer.lr=[0.01,0.1]`, or by a range, `optimizer.lr=0.001..1`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import yaml
+
 from trainer import recipe as recipes
 from trainer.devices.assignment import present
 from trainer.errors import RecipeError, SetupError
@@ -17,17 +22,107 @@ from trainer.launch import launching
 from trainer.processes import resources
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS, check_names
-from trainer.recipe.search_space import Dimension, Range, dimension
+from trainer.recipe.recipe_files import word_value
+from trainer.recipe.reflection import kinds
+from trainer.recipe.text import shown
 
 OWN_WORDS = ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume")
 SAMPLED = 20  # trials, where a range is given and nothing is said of their number
 MOST = 1000  # combinations
+NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+FACTOR = 10  # a range whose ends differ by so much is sampled on a logarithmic scale
 WIDEST = 100  # characters of a trial's folder
 FIXED = {  # keys that no sweep varies, and what to type instead
     "mode": "every mode trains the same model: compare 'modes=[...]' tells which is fastest",
     "devices": "they say where trials run, one trial each: write devices=[cuda:0,cuda:1]",
     "threads": "they change no result: write one number, or leave it out",
 }
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values of a key, as they are typed for one run."""
+
+    key: str
+    values: tuple[str, ...]
+
+    def ends(self) -> tuple[str, ...]:
+        return self.values
+
+    def __str__(self) -> str:
+        return f"{self.key}={' or '.join(self.values)}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers of a key from `low` to `high`, both included; whole ones where the key takes no others."""
+
+    key: str
+    low: float
+    high: float
+    whole: bool
+
+    @property
+    def log(self) -> bool:
+        """Whether every factor counts alike, rather than every difference."""
+        return self.low > 0 and self.high >= FACTOR * self.low
+
+    def typed(self, value: float) -> str:
+        """A number of the range as one types it, with four figures."""
+        return str(round(value)) if self.whole else f"{min(max(float(f'{value:.4g}'), self.low), self.high):.12g}"
+
+    def ends(self) -> tuple[str, ...]:
+        return self.typed(self.low), self.typed(self.high)
+
+    def __str__(self) -> str:
+        return f"{self.key} from {self.typed(self.low)} to {self.typed(self.high)}" + " on a log scale" * self.log
+
+
+Dimension = Choices | Range
+
+
+def dimension(key: str, text: str) -> Dimension | None:
+    """The values that `key=text` means; None where it is one value, or no key of a recipe.
+
+    The schema tells a list of values from a list that is one value: `data.mean=[0.5]` is one, `data.mean=[[0.5],[0.4]]`
+    are two.
+
+    Raises:
+        RecipeError: a list or a range that means nothing, with what to type.
+    """
+    taken = kinds().get(key, ())
+    if text.startswith("["):
+        return _choices(key, text, list in taken) if taken else None
+    if not {int, float} & {*taken} or str in taken or ".." not in text:
+        return None
+    match, whole = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower()), float not in taken
+    low, high = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
+    if not -math.inf < low < high < math.inf or (whole and not (low.is_integer() and high.is_integer())):
+        numbers, example = ("whole numbers", "16..256") if whole else ("numbers", "0.001..0.1")
+        line = f"{key}={shown(text)} is not a range: write two {numbers}, the smaller first, as in {key}={example}"
+        raise RecipeError(line)
+    return Range(key, low, high, whole)
+
+
+def _choices(key: str, text: str, lists: bool) -> Choices | None:
+    try:
+        values = yaml.load(text, yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError):
+        values = None
+    if not isinstance(values, list) or not values:
+        raise RecipeError(f"{key}={shown(text)} lists no values: write {key}=[first,second], in quotes for the shell")
+    if lists and not any(isinstance(value, list) for value in values):
+        return None
+    seen: dict[str, str] = {}
+    for number, value in enumerate(values, 1):
+        plain = isinstance(value, list) and not any(isinstance(inner, list | dict) for inner in value)
+        word = f"[{','.join(map(str, value))}]" if plain else value
+        if not isinstance(word, str) or not word:
+            raise RecipeError(f"{key}: {shown(value) or 'an empty value'} in a list to try is not a value of this key")
+        same = seen.setdefault(repr(word_value(key, word)), word)
+        if len(seen) < number:
+            raise RecipeError(f"{key} lists {same} and {word}, which are the same: keep one")
+    return Choices(key, tuple(seen.values()))
 
 
 @dataclass(frozen=True)
@@ -71,13 +166,12 @@ class SearchSpace:
     ) -> SearchSpace:
         """From the words that no command takes. Raises RecipeError, SetupError."""
         pairs = [word.partition("=") for word in words]
-        swept = [(key, part) for key, _, text in pairs if (part := dimension(key, text)) is not None]
-        fixed = [word for word, (key, _, text) in zip(words, pairs, strict=True) if dimension(key, text) is None]
-        dimensions = tuple(part for _, part in swept)
+        meant = [dimension(key, text) for key, _, text in pairs]
+        fixed = [word for word, part in zip(words, meant, strict=True) if part is None]
+        dimensions = tuple(part for part in meant if part is not None)
         base = recipes.load(source, *fixed)
-        _check(dimensions, pairs, repeats, trials)
+        _check(dimensions, [key for key, *_ in pairs], repeats, trials)
         if any(isinstance(part, Range) for part in dimensions):
-            _check_optuna(next(part for part in dimensions if isinstance(part, Range)))
             trials = trials or SAMPLED
         chosen = any(key == "mode" for key, _, _ in pairs)
         if base.traits.exchanges in ("gradients", "copies") and nproc is None and not chosen:
@@ -119,10 +213,6 @@ class SearchSpace:
         first = {part.key: part.ends()[0] for part in self.dimensions}
         yield from ({**first, part.key: value} for part in self.dimensions for value in part.ends())
 
-    def recipe(self, values: Mapping[str, str]) -> Recipe:
-        """Of one trial."""
-        return recipes.load(self.source, *self.words, *(f"{key}={value}" for key, value in values.items()))
-
     def typed(self, values: Mapping[str, str]) -> list[str]:
         """What one types to train with a trial's values, on whichever devices there are."""
         shared = [word for word in self.words if not word.startswith(("devices=", "threads="))]
@@ -133,14 +223,14 @@ class SearchSpace:
 
     def check(self, values: Mapping[str, str]) -> None:
         """Raises RecipeError where a trial could not run with these values."""
+        words = [f"{key}={value}" for key, value in values.items()]
         try:
-            chosen = self.recipe(values)
+            chosen = recipes.load(self.source, *self.words, *words)
             if self.plugin is None:
                 check_names(chosen)
             launching.launch_to_start(_on_one_place(chosen, self.nproc), self.nproc)
         except RecipeError as error:
-            trial = " ".join(f"{key}={value}" for key, value in values.items())
-            raise RecipeError(f"a trial with {trial} cannot run: {error}") from None
+            raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def count(self) -> int:
         """Trials."""
@@ -156,42 +246,36 @@ class SearchSpace:
         }
 
 
-def _check(
-    dimensions: Sequence[Dimension], pairs: Sequence[tuple[str, str, str]], repeats: int, trials: int | None
-) -> None:
-    keys = [part.key for part in dimensions]
-    for key in keys:
+def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, trials: int | None) -> None:
+    """Raises RecipeError, SetupError."""
+    for key in (part.key for part in dimensions):
         if key in FIXED:
             raise RecipeError(f"{key}= is not for a sweep: {FIXED[key]}")
-        if sum(typed == key for typed, _, _ in pairs) > 1:
+        if typed.count(key) > 1:
             raise RecipeError(f"{key} is given twice: keep the list or the range")
-    if "seed" in keys and repeats > 1:
-        raise RecipeError(f"seed=[...] and repeats={repeats} both give the seeds: keep repeats=")
-    sampled = any(isinstance(part, Range) for part in dimensions)
-    count = math.prod(len(part.ends()) for part in dimensions) if not sampled else 0
-    if not dimensions or count == 1:
-        what = "every key has one value" if not dimensions else f"{dimensions[0]} is one trial"
+        if key == "seed" and repeats > 1:
+            raise RecipeError(f"seed=[...] and repeats={repeats} both give the seeds: keep repeats=")
+    if sampled := [part for part in dimensions if isinstance(part, Range)]:
+        if find_spec("optuna") is None:
+            instead = f"{sampled[0].key}=[{','.join(sampled[0].ends())}]"
+            line = f"{sampled[0]} is a range, which Optuna samples, and that is not installed"
+            raise SetupError(f"{line}: pip install optuna, or type a list: {instead}")
+        return
+    count = math.prod(len(part.ends()) for part in dimensions)
+    if count == 1:
+        what = f"{dimensions[0]} is one trial" if dimensions else "every key has one value"
         raise RecipeError(
             f"{what}: type the values to try, as in optimizer.lr=[0.01,0.03,0.1], or a range, optimizer.lr=0.001..1 "
             "(of a key whose value is a list: data.mean=[[0.5],[0.4]])"
         )
-    if trials and not sampled:
+    if trials:
         raise RecipeError(
             f"trials={trials} is for ranges, as in optimizer.lr=0.001..1; lists are tried in every combination, here "
             f"{count:,}: leave trials= out"
         )
     if count > MOST:
-        raise RecipeError(
-            f"{count:,} combinations are more than {MOST:,}: shorten the lists, or type ranges with trials=100"
-        )
-
-
-def _check_optuna(part: Range) -> None:
-    if find_spec("optuna") is None:
-        raise SetupError(
-            f"{part.key}={part.typed(part.low)}..{part.typed(part.high)} is a range, which Optuna samples, and that is "
-            f"not installed: pip install optuna, or type a list: {part.key}=[{','.join(part.ends())}]"
-        )
+        line = f"{count:,} combinations are more than {MOST:,}"
+        raise RecipeError(f"{line}: shorten the lists, or type ranges with trials=100")
 
 
 def _on_one_place(recipe: Recipe, nproc: str | None) -> Recipe:

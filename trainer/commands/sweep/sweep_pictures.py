@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.sweep.results import SweepReport, TrialFigures
-from trainer.recipe.search_space import Choices, Dimension
+from trainer.commands.sweep.space import Choices, Dimension
 from trainer.telemetry import plots
 from trainer.telemetry.readable import FRACTIONS
 

@@ -15,14 +15,13 @@ from trainer.commands.runs.run_status import finite
 from trainer.commands.sweep import results, sweep_pictures
 from trainer.commands.sweep.results import Metric, RunFigures, SweepReport
 from trainer.commands.sweep.sampling import Sampler
-from trainer.commands.sweep.space import Places, SearchSpace, SweepTrial
+from trainer.commands.sweep.space import Places, Range, SearchSpace, SweepTrial
 from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialFailed, TrialOutcome, TrialRun, claim
 from trainer.commands.trials.report import progress, tell_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVING
 from trainer.processes.terminal import say
-from trainer.recipe.search_space import Range
 from trainer.saving.files import usable_json
 from trainer.telemetry import readable
 from trainer.training.reporting import versions

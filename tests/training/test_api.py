@@ -315,18 +315,18 @@ class Mine(Dataset):
     def __getitem__(self, index):
         return {"pixel_values": torch.full((1, 4, 4), float(index % 2)), "labels": index % 2}
 
+caller = os.getpid()
 quiet = dict(mode="ddp", nproc=2, devices=["cpu"], batch_size=20, data__workers=0, logging__verdict=False)
-heard = []
 net = Net()
 before = net[1].weight.detach().clone()
 
 def hear(report):
-    heard.append(report)
-    return len(heard) < 2
+    report.log(f"heard{report.epoch}", os.getpid())
+    return report.epoch < 2
 
 found = trainer.train(model=net, data=(Mine(), Mine()), epochs=5, output="one", on_epoch=hear, **quiet)
 assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "completed"), found
-assert [report.epoch for report in heard] == [1, 2] and heard[1].metrics["top1"] == found["val_top1"]
+assert found["logged"].keys() == {"heard1", "heard2"} and os.getpid() not in found["logged"].values(), found
 assert not torch.equal(net[1].weight, before)
 
 assert trainer.predict(net, torch.ones(3, 1, 4, 4), devices=["cpu"]).shape == (3, 2)
@@ -336,13 +336,13 @@ def fail(report):
 
 try:
     trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two", on_step=fail, **quiet)
-except KeyError as error:
+except trainer.errors.TrainerError as error:
     print("raised", error)
 
 try:
     trainer.train(
         model=Net, data=(Mine(), Mine()), epochs=5, output="three", **quiet,
-        on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT),
+        on_epoch=lambda report: os.kill(caller, signal.SIGINT),
     )
 except trainer.errors.Interrupted as error:
     print("interrupted", error)
@@ -354,12 +354,19 @@ def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path
     done = warm.run(
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"raised .*KeyError: 'mine'", done.stdout), done.stdout + done.stderr
     assert re.search(r"interrupted .*Ctrl-C.* step ", done.stdout), done.stdout + done.stderr
     assert result(tmp_path / "three")["status"] == "preempted"
     assert "Traceback" not in done.stdout, done.stdout
     two = result(tmp_path / "two")
-    assert (two["status"], two["error"]) == ("failed", "on_step raised KeyError: 'mine'")
+    assert two["status"] == "failed" and "KeyError: 'mine'" in two["error"]
+
+
+@pytest.mark.parametrize("call", [[].append, threading.Lock().acquire], ids=["a list", "a lock"])
+def test_a_callback_that_cannot_run_where_rank_0_does_is_refused(tmp_path, call):
+    with pytest.raises(RecipeError, match=r"on_epoch=.*mode=single"):
+        train("digits", **{**SHORT, "mode": "ddp"}, nproc=2, output=tmp_path / "run", on_epoch=call)
+    assert not (tmp_path / "run").exists()
 
 
 UNDER_TORCHRUN = """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.data import register_dataset, registered
 from trainer.errors import RecipeError
-from trainer.launch import hosted, launching
+from trainer.launch import child_ranks, launching
 from trainer.models import zoo
 from trainer.models.given import Given, bare
 from trainer.models.zoo import initialise, register_model
@@ -286,7 +286,7 @@ def _in_children(recipe: Recipe, options: Mapping[str, str | None], calls: Callb
             "so what they change in them is not seen here; report.log() brings figures back",
             flush=True,
         )
-    return cast(Result, hosted.train_in_children(recipe, plugin, options["nproc"], given))
+    return cast(Result, child_ranks.train_in_children(recipe, plugin, options["nproc"], given))
 
 
 def _give_back(model: nn.Module, result: Result) -> None:

@@ -4,7 +4,7 @@ No torch in this room, so that a typo is answered at once.
 Imports: errors.
 """
 
-from trainer.recipe.kinds import DEVICE
+from trainer.recipe.field_types import DEVICE
 from trainer.recipe.loading import load, origins, words_of
 from trainer.recipe.recipe_files import describe, find, shipped_recipes
 from trainer.recipe.reflection import changed_keys

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
-from trainer.recipe.kinds import (
+from trainer.recipe.field_types import (
     Amount,
     Cache,
     Check,

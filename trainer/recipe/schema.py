@@ -33,8 +33,8 @@ from trainer.recipe.field_types import (
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY
+from trainer.recipe.mode_table import TRAITS, Mode, Processes, Traits
 from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
-from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the only pipeline schedule that runs in one process
 MEASURED = "measured"  # the pipeline schedule made from the measured times of the stages

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import trainer
 from trainer.recipe.key_reference import keys, schema_file, schema_text, sections
-from trainer.recipe.traits import TRAITS, Traits
+from trainer.recipe.mode_table import TRAITS, Traits
 
 GUIDE = Path(trainer.__file__).parent / "guide"
 README = GUIDE.parent.parent / "README.md"

@@ -216,10 +216,7 @@ def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
         (["evaluate", "checkpoint=x"], "torchrun --nproc_per_node=2 -m trainer evaluate"),
         (["predict", "checkpoint=x", "data.root=x"], "torchrun --nproc_per_node=2 -m trainer predict"),
         (["export", "x", "format=onnx"], "start it once"),
-        (["plan", "recipe=digits"], "start it once"),
-        (["compare", "recipe=digits", "output=x"], "start it once"),
         (["prove", "minutes=1", "output=x"], "start it once"),
-        (["cache", "build", "recipe=digits"], "start it once"),
     ],
 )
 def test_what_is_one_process_is_not_done_once_a_task(work: Path, words: list[str], instead: str) -> None:

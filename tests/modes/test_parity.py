@@ -11,8 +11,8 @@ from tests.command_line import WHOLE, losses, ok, result
 from tests.modes.ways import EXACT, PIPELINE, WORKERS
 from trainer.modes.pipeline.torch_schedules import SCHEDULES
 from trainer.recipe.checks import refused_schedules
+from trainer.recipe.mode_table import TRAITS
 from trainer.recipe.schema import Schedule
-from trainer.recipe.traits import TRAITS
 from trainer.saving import checkpoint
 from trainer.telemetry.events import curves_of
 

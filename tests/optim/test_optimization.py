@@ -90,12 +90,6 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
         assert float(row["lr"]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_cosine_ends_at_max_steps():
-    recipe = load(None, "epochs=10", "max_steps=20")
-    assert learning_rate(recipe, STEPS)(20) == pytest.approx(0)
-    assert learning_rate(recipe, STEPS)(10) == pytest.approx(0.05)
-
-
 def test_groups():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     named = dict(model.named_parameters())

@@ -15,7 +15,7 @@ from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
 from trainer.optim.optimization import learning_rate
-from trainer.optim.optimizers import LearningRates, build_optimizer, in_float32, optimizer_state, parameter_groups
+from trainer.optim.optimizers import LearningRates, build_optimizer, in_float32, optimizer_state
 from trainer.optim.trainable import hidden_matrices, notes, roles_of
 from trainer.recipe import load
 
@@ -141,18 +141,6 @@ def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
     for p, twin in zip(ours, theirs, strict=True):
         exact = {"rtol": 0, "atol": 0} if layout is torch.contiguous_format else {"rtol": 0, "atol": 2e-3}
         torch.testing.assert_close(p.flatten(1), twin, **exact)
-
-
-def test_a_flag_makes_muon_skip_a_convolution():
-    model = Convolutions().to(memory_format=torch.channels_last)
-    optimizer, named = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
-    before = copy.deepcopy((model.state_dict(), optimizer_state(optimizer, named)))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    after = model.state_dict(), optimizer_state(optimizer, named)
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_muon_updates_a_convolution_where_it_lies():
@@ -447,10 +435,6 @@ def test_the_loops_learning_rate_is_every_parameters(name):
         group["lr"] = 0.0
     descend(model, [optimizer])
     torch.testing.assert_close(model.state_dict(), small().state_dict(), rtol=0, atol=0)
-
-
-def test_one_group_where_all_is_alike():
-    assert len(parameter_groups(dict(small().named_parameters()), load(None).optimizer)) == 1
 
 
 def test_the_learning_rate_grows_with_the_batch():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.command_line import PROJECT, QUIET, trainer
 from tests.simulated.simcuda import simulated
 from trainer.errors import PeerError, SetupError, explain
 from trainer.processes import interrupts, peers, stacks
@@ -120,40 +119,6 @@ def test_a_setting_of_this_machine(error, says, monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
     code, line, _ = outcome(error)
     assert code == 3 and all(part in line for part in says)
-
-
-@pytest.mark.full("two cold ranks to see gloo's text, which stands in the table above")
-def test_a_wrong_interface_on_the_command_line():
-    words = ["recipe=digits", "devices=[cpu]", "nproc=2", "batch_size=32", *QUIET]
-    done = trainer(*words, env={"GLOO_SOCKET_IFNAME": "eth77"})
-    assert done.returncode == 3 and "GLOO_SOCKET_IFNAME=eth77" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-OWN = """
-from torch import nn
-import trainer
-
-class Net(nn.Linear):
-    def forward(self, inputs):
-        if self.training:
-            raise RuntimeError("timeout: nccl and gloo are only words here")
-        return super().forward(inputs.flatten(1))
-
-@trainer.register_model("own_words")
-def own_words(num_classes, channels, image_size):
-    return Net(channels * image_size**2, num_classes)
-"""
-
-
-@pytest.mark.full("two ranks to see one traceback; the texts are a table above")
-def test_ones_own_error_on_the_command_line(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    words = ["recipe=digits", "plugin=own", "model.name=own_words", "nproc=2", "batch_size=32", *QUIET]
-    done = trainer(*words, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{PROJECT}"})
-    assert done.returncode == 1, done.stderr
-    assert "RuntimeError: timeout: nccl and gloo are only words here" in done.stderr
-    assert "lost another rank" not in done.stderr.rstrip().splitlines()[-1]
 
 
 def test_a_wrong_sum_is_found(monkeypatch):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from PIL import Image
 
 import trainer
-from tests import warm
 from tests.command_line import PROJECT, environment
 
 # --- the syntax trees ---------------------------------------------------------------------------------------------
@@ -184,27 +182,6 @@ def test_workers_that_compute_end(method, full, tmp_path):
     rounds = 20 if full else 1
     (tmp_path / "direct.py").write_text(DIRECT)
     finish(tmp_path / "direct.py", method, rounds, timeout=60 + 60 * rounds)
-
-
-@pytest.mark.slow
-def test_the_demonstration_ends_what_hangs(tmp_path):
-    script = """
-        import multiprocessing, time
-        from tests.benchmarks.fork_hang import hung
-        def sleep():
-            time.sleep(1000)
-        if __name__ == "__main__":
-            print(hung(multiprocessing.get_context("spawn"), workers=2, limit=1, task=sleep))
-    """
-    (tmp_path / "sleep.py").write_text(textwrap.dedent(script))
-    assert finish(tmp_path / "sleep.py", timeout=120, start=warm.Popen) == "2\n"
-
-
-@pytest.mark.full
-def test_the_demonstration():
-    """Whether bare `fork` hangs is torch's affair; that the script ends well, and leaves nothing, is ours."""
-    table = finish(PROJECT / "tests/benchmarks/fork_hang.py", "--methods=fork", "--rounds=1", "--limit=2", timeout=180)
-    assert table.splitlines()[-1].split() in (["fork", "1", "1"], ["fork", "1", "0"])
 
 
 STARTING = """

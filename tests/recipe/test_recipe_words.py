@@ -18,12 +18,9 @@ WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
         ("resnet5", "resnet50"),
         ("epoch_size", "epochs"),
         ("poch", "epochs"),
-        ("lerning_rate", None),
         ("optimiser.lr", "optimizer.lr"),
         ("wieght_decay", "optimizer.weight_decay"),
         ("rect", None),
-        ("rescale", None),
-        ("plots", None),
         ("topk", None),
     ],
 )

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from tests.data.photo_folders import photo_set
 from trainer import EpochReport, StepReport, train
 from trainer.errors import Interrupted, RecipeError, SetupError
 from trainer.processes import stacks
-from trainer.training.callbacks import Callbacks
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
 QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
@@ -45,11 +43,6 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
     again = trainer.load_recipe(tmp_path / "run")
     assert (again.optimizer.lr, again.model.name) == (0.2, "mlp")
     assert found == result(tmp_path / "run")
-
-
-def test_a_dictionary_is_a_recipe_too(tmp_path):
-    words = {"mode": "single", "max_steps": 1, "optimizer.lr": 0.01, "model": {"name": "mlp"}}
-    assert train(words, **QUIET, output=tmp_path / "run")["steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -135,15 +128,17 @@ def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, mon
     assert trainer.load_recipe(model__name="timm:resnet50").name == "timm_resnet50-digits"
 
 
-def test_a_failed_run_leaves_the_module_alone(tmp_path):
+def test_a_failed_run_leaves_the_module_alone_and_no_worker(tmp_path):
     model = net()
     before = model[1].weight.detach().clone()
 
     def fail(report):
         raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        train(**{**SHORT, "model": model}, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", on_epoch=fail)
+    words = {**SHORT, "model": model, "data__workers": 1, "output": tmp_path / "run"}
+    with pytest.raises(ZeroDivisionError, match="mine") as error:
+        train(**words, data=(Photos(), Photos()), batch_size=20, on_epoch=fail)
+    assert error.traceback and multiprocessing.active_children() == []
     assert torch.equal(model[1].weight, before)
     assert result(tmp_path / "run")["status"] == "failed"
 
@@ -171,10 +166,10 @@ def test_a_call_hears_of_each_epoch_and_logged_step(tmp_path):
     assert all(report.samples_per_sec > 0 and report.lr >= 0 for report in steps)
 
 
-@pytest.mark.parametrize(("kind", "steps", "epochs"), [("on_epoch", 4, 2), ("on_step", 3, 2)])
-def test_false_ends_a_run_as_a_completed_one(tmp_path, kind, steps, epochs):
+@pytest.mark.parametrize(("kind", "false", "steps", "epochs"), [("on_epoch", np.bool_, 4, 2), ("on_step", bool, 3, 2)])
+def test_any_kind_of_false_ends_a_run_as_a_completed_one(tmp_path, kind, false, steps, epochs):
     def stop(report):
-        return report.step < 3
+        return false(report.step < 3)
 
     words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, kind: stop, "logging__every_steps": 1}
     found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run")
@@ -197,35 +192,12 @@ def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
     assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
 
 
-def test_any_kind_of_false_ends_a_run(tmp_path):
-    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "on_epoch": lambda report: np.bool_(False)}
-    assert train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run")["epochs"] == 1
-
-
-def test_all_ranks_take_part_in_what_rank_0_wants_to_hear():
-    calls, shared = Callbacks(), iter(["on_epoch", False])
-    rank = SimpleNamespace(is_main=False, broadcast_object=lambda value: next(shared))
-    calls.connect(rank)
-    assert calls.report(rank, StepReport(1, 2, 1, 0.5, 0.1, None))
-    assert not calls.report(rank, EpochReport(1, 2, 1, 0.5, {}, True, 1.0))
-
-
 class Photos(Dataset):
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         return {"image": IMAGES[index], "label": int(DATA.tensors[1][index])}
-
-
-def test_no_worker_is_left_of_a_run_that_fails(tmp_path):
-    def fail(report):
-        raise ZeroDivisionError("mine")
-
-    words = {**SHORT, "max_steps": None, "epochs": 2, "model": net, "data__workers": 1, "logging__every_steps": 1}
-    with pytest.raises(ZeroDivisionError) as error:
-        train(**words, data=(Photos(), Photos()), batch_size=10, output=tmp_path / "run", on_step=fail)
-    assert error.traceback and multiprocessing.active_children() == []
 
 
 class Tied(nn.Module):
@@ -315,18 +287,18 @@ class Mine(Dataset):
     def __getitem__(self, index):
         return {"pixel_values": torch.full((1, 4, 4), float(index % 2)), "labels": index % 2}
 
+caller = os.getpid()
 quiet = dict(mode="ddp", nproc=2, devices=["cpu"], batch_size=20, data__workers=0, logging__verdict=False)
-heard = []
 net = Net()
 before = net[1].weight.detach().clone()
 
 def hear(report):
-    heard.append(report)
-    return len(heard) < 2
+    report.log(f"heard{report.epoch}", os.getpid())
+    return report.epoch < 2
 
 found = trainer.train(model=net, data=(Mine(), Mine()), epochs=5, output="one", on_epoch=hear, **quiet)
 assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "completed"), found
-assert [report.epoch for report in heard] == [1, 2] and heard[1].metrics["top1"] == found["val_top1"]
+assert found["logged"].keys() == {"heard1", "heard2"} and os.getpid() not in found["logged"].values(), found
 assert not torch.equal(net[1].weight, before)
 
 assert trainer.predict(net, torch.ones(3, 1, 4, 4), devices=["cpu"]).shape == (3, 2)
@@ -336,13 +308,13 @@ def fail(report):
 
 try:
     trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two", on_step=fail, **quiet)
-except KeyError as error:
+except trainer.errors.TrainerError as error:
     print("raised", error)
 
 try:
     trainer.train(
         model=Net, data=(Mine(), Mine()), epochs=5, output="three", **quiet,
-        on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT),
+        on_epoch=lambda report: os.kill(caller, signal.SIGINT),
     )
 except trainer.errors.Interrupted as error:
     print("interrupted", error)
@@ -354,12 +326,19 @@ def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path
     done = warm.run(
         [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0 and "raised 'mine'" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"raised .*KeyError: 'mine'", done.stdout), done.stdout + done.stderr
     assert re.search(r"interrupted .*Ctrl-C.* step ", done.stdout), done.stdout + done.stderr
     assert result(tmp_path / "three")["status"] == "preempted"
     assert "Traceback" not in done.stdout, done.stdout
     two = result(tmp_path / "two")
-    assert (two["status"], two["error"]) == ("failed", "on_step raised KeyError: 'mine'")
+    assert two["status"] == "failed" and "KeyError: 'mine'" in two["error"]
+
+
+@pytest.mark.parametrize("call", [[].append, threading.Lock().acquire], ids=["a list", "a lock"])
+def test_a_callback_that_cannot_run_where_rank_0_does_is_refused(tmp_path, call):
+    with pytest.raises(RecipeError, match=r"on_epoch=.*mode=single"):
+        train("digits", **{**SHORT, "mode": "ddp"}, nproc=2, output=tmp_path / "run", on_epoch=call)
+    assert not (tmp_path / "run").exists()
 
 
 UNDER_TORCHRUN = """

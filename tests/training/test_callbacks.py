@@ -92,10 +92,12 @@ def test_it_does_in_every_mode(single, tmp_path, mode):
 @pytest.mark.parametrize("mode", [{"mode": "single"}, pytest.param(MODES["ddp"], marks=pytest.mark.full("four ranks"))])
 @pytest.mark.parametrize("at", [4, 7])
 def test_a_run_that_was_stopped_goes_on_with_what_they_asked_for(tmp_path, capsys, mode, at):
+    caller = os.getpid()
+
     def interrupted(report):
         halve(report)
         if report.step == at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(caller, signal.SIGINT)
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     words = {**WORDS, **mode}

@@ -35,6 +35,9 @@ class Mine(Dataset):
 def noted(num_classes, channels, image_size):
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, num_classes))
 
+def hear(report):
+    report.log("epoch", report.epoch)
+
 quick = dict(batch_size=20, devices=["cpu"], logging__verdict=False, data__workers=0)
 """
 HERE = """
@@ -42,12 +45,12 @@ found = trainer.train(model=Net(), data=(Mine(), Mine()), epochs=2, mode="single
 found["status"], found["epochs"]
 """
 IN_OTHERS = """
-net, heard = Net(), []
+net = Net()
 before = net[1].weight.detach().clone()
 found = trainer.train(
     model=net, data=(Mine(), Mine()), epochs=2, mode="ddp", nproc=2, output="others", on_epoch=heard.append, **quick
 )
-found["world_size"], len(heard), torch.equal(before, net[1].weight)
+found["world_size"], found["logged"]["epoch"], torch.equal(before, net[1].weight)
 """
 REGISTERED = """
 trainer.train("digits", model="noted", mode="ddp", nproc=2, max_steps=1, output="noted", devices=["cpu"])["steps"]
@@ -109,22 +112,14 @@ def printed(outputs) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_a_run_within_the_kernel(cells):
+def test_a_kernel_trains_in_itself_and_in_processes_that_know_its_classes(cells):
     outputs, folder = cells
-    assert value(outputs["here"]) == "('completed', 2)"
-    assert "trainer 0.1.0" in printed(outputs["here"]) and "2/2" in printed(outputs["here"])
-    assert result(folder / "here")["mode"] == "single"
-
-
-def test_classes_of_a_notebook_travel_to_processes_that_it_starts(cells):
-    outputs, folder = cells
-    assert value(outputs["others"]) == "(2, 2, False)"
-    assert "2/2" in printed(outputs["others"]), "what the ranks print is the cell's output"
-    assert result(Path(folder, "others"))["world_size"] == 2
-
-
-def test_a_model_that_a_notebook_registers_is_known_to_them(cells):
-    assert value(cells[0]["registered"]) == "1"
+    assert value(outputs["here"]) == "('completed', 2)" and value(outputs["others"]) == "(2, 2.0, False)"
+    assert "trainer 0.1.0" in printed(outputs["here"])
+    for run, mode in (("here", "single"), ("others", "ddp")):
+        assert "2/2" in printed(outputs[run]), "what the ranks print is the cell's output"
+        assert result(Path(folder, run))["mode"] == mode
+    assert value(outputs["registered"]) == "1", "a model that it registers is known to them"
 
 
 def test_an_error_is_a_sentence(cells):

@@ -4,8 +4,9 @@ No torch in this room, so that a typo is answered at once.
 Imports: errors.
 """
 
-from trainer.recipe.kinds import DEVICE
+from trainer.recipe.field_types import DEVICE
 from trainer.recipe.loading import load, origins, words_of
+from trainer.recipe.mode_table import MODES, TRAITS, Traits
 from trainer.recipe.recipe_files import describe, find, shipped_recipes
 from trainer.recipe.reflection import changed_keys
 from trainer.recipe.schema import (
@@ -21,7 +22,6 @@ from trainer.recipe.schema import (
     Schedule,
 )
 from trainer.recipe.text import flatten, nearest, neighbours
-from trainer.recipe.traits import MODES, TRAITS, Traits
 
 __all__ = [
     "DEVICE",

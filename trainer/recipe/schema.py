@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
-from trainer.recipe.kinds import (
+from trainer.recipe.field_types import (
     Amount,
     Cache,
     Check,
@@ -33,8 +33,8 @@ from trainer.recipe.kinds import (
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY
+from trainer.recipe.mode_table import TRAITS, Mode, Processes, Traits
 from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
-from trainer.recipe.traits import TRAITS, Mode, Processes, Traits
 
 STREAMS = "streams"  # the only pipeline schedule that runs in one process
 MEASURED = "measured"  # the pipeline schedule made from the measured times of the stages

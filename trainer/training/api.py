@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.data import register_dataset, registered
 from trainer.errors import RecipeError
-from trainer.launch import hosted, launching
+from trainer.launch import child_ranks, launching
 from trainer.models import zoo
 from trainer.models.given import Given, bare
 from trainer.models.zoo import initialise, register_model
@@ -30,7 +31,7 @@ from trainer.recipe import DataRecipe, Recipe, load
 from trainer.recipe.known_names import DATASETS, TASKS, WEIGHTS_FILES, torchvision_classifiers
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.weights import read_weights
-from trainer.training import loop
+from trainer.training import callbacks, loop
 from trainer.training.callbacks import Callbacks, OnEpoch, OnStep
 from trainer.training.randomness import as_before
 from trainer.training.results import Result
@@ -124,9 +125,9 @@ def _three(source: Any) -> tuple[Any, Any, Any]:
 # --- to ranks in processes of their own -------------------------------------------------------------------------------
 
 
-def sent(recipe: Recipe, plugin: str | None) -> dict[str, bytes]:
-    """Files that make a rank know what this process has registered and the recipe names, by file name; the module
-    `MODULE` among them is the plugin to name. Empty where all that is named comes with the package or a plugin.
+def sent(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict[str, bytes]:
+    """Files that make a rank know the callbacks, and what this process has registered and the recipe names, by file
+    name; the module `MODULE` among them is the plugin to name. Empty where there is nothing to send.
 
     Raises:
         RecipeError: something cannot travel.
@@ -139,9 +140,18 @@ def sent(recipe: Recipe, plugin: str | None) -> dict[str, bytes]:
         "task": (task, kind),
     }
     registered_here = {what: pair for what, pair in named.items() if pair[1] is not None}
-    if not registered_here:
-        return {}
     parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in registered_here.items()}
+    if calls.wanted:
+        for name, function in calls.functions.items():
+            if isinstance(getattr(function, "__self__", None), list | dict | set | deque):
+                raise RecipeError(
+                    f"{name}= would fill a copy, in the process of rank 0, where callbacks run: write a function that "
+                    "calls report.log(), or stay in this process, mode=single"
+                )
+        what = "= or ".join(calls.wanted) + "="
+        parts["callbacks"] = ("", pickling.packed(calls, what, "use only what can be, or stay here, mode=single"))
+    if not parts:
+        return {}
     lines = ["from trainer.training import api", f"api.receive(__file__, {plugin!r})"]
     return {f"{MODULE}.py": "\n".join(lines).encode(), SENT: pickle.dumps(parts)}
 
@@ -161,6 +171,8 @@ def receive(module: str, plugin: str | None) -> None:
             register_dataset(name)(value)
         elif what == "task" and not tasks.known(name):
             tasks.register_task(name)(value)
+        elif what == "callbacks":
+            callbacks.received = value
 
 
 _here = threading.Lock()  # devices, seeds and threads are a process's, so one run at a time trains in it
@@ -196,10 +208,10 @@ def train(
             train and validation or test; a function that returns one of these; a name; or a folder of photos. Sets are
             pairs of tensors or arrays, or map-style data sets of items (input, target) or {"image": input, "label":
             target}: see `register_dataset`.
-        on_epoch, on_step: called in this process with an `EpochReport` after every epoch, and with a `StepReport` at
-            every logged step (`logging__every_steps=1`: at each). Returning False ends the run there, as a completed
-            one. What they raise ends it as a failed one, and is raised here. The ranks wait for them; in a script that
-            torchrun runs, rank 0's are called.
+        on_epoch, on_step: called in the process of rank 0, which is this one where the mode has one process, with an
+            `EpochReport` after every epoch, and with a `StepReport` at every logged step (`logging__every_steps=1`: at
+            each). Returning False ends the run there, as a completed one. What they raise ends it as a failed one.
+            The ranks wait for them. A process of its own is sent a copy of all that they use.
         nproc: processes on this machine, for modes with many.
         plugin: a module that registers models, data sets or tasks.
         keywords: the recipe's keys: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
@@ -216,14 +228,14 @@ def train(
     for name, function in (("on_epoch", on_epoch), ("on_step", on_step)):
         if function is not None and not callable(function):
             raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
-    callbacks = Callbacks(on_epoch, on_step)
+    calls = Callbacks(on_epoch, on_step)
     with lent(model, data) as names:
         chosen = load(recipe, *rest, **{**names, **keywords})
         if launching.wants_children(chosen, options["nproc"]):
-            result = _in_children(chosen, options, callbacks)
+            result = _in_children(chosen, options, calls)
         else:
             launching.load_plugin(options["plugin"])
-            result = _in_this_process(chosen, callbacks)
+            result = _in_this_process(chosen, calls)
     if isinstance(model, nn.Module):
         _give_back(model, result)
     return result
@@ -247,7 +259,7 @@ def _apart(
     return {**given, **typed}, rest
 
 
-def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
+def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
     if not _here.acquire(blocking=False):
         raise RecipeError(
             "another train() is at work in this process, whose seeds, threads and devices it uses: wait for it, or use "
@@ -260,16 +272,21 @@ def _in_this_process(recipe: Recipe, callbacks: Callbacks) -> Result:
                 "before init_process_group() or after destroy_process_group(), under torchrun, or with nproc="
             )
         with as_before():
-            return loop.run(recipe, callbacks=callbacks)
+            return loop.run(recipe, callbacks=calls)
     finally:
         _here.release()
 
 
-def _in_children(recipe: Recipe, options: Mapping[str, str | None], callbacks: Callbacks) -> Result:
-    given = sent(recipe, options["plugin"])
+def _in_children(recipe: Recipe, options: Mapping[str, str | None], calls: Callbacks) -> Result:
+    given = sent(recipe, options["plugin"], calls)
     plugin = MODULE if given else options["plugin"]
-    answer = callbacks.answer if callbacks.wanted else None
-    return cast(Result, hosted.train_in_children(recipe, plugin, options["nproc"], given, answer, callbacks.wanted))
+    if calls.wanted:
+        print(
+            f"{' and '.join(calls.wanted)}: called in the process of rank 0, with copies of this program's variables, "
+            "so what they change in them is not seen here; report.log() brings figures back",
+            flush=True,
+        )
+    return cast(Result, child_ranks.train_in_children(recipe, plugin, options["nproc"], given))
 
 
 def _give_back(model: nn.Module, result: Result) -> None:

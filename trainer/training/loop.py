@@ -21,7 +21,7 @@ from trainer.saving.journal import COMPLETED, START, STEPS
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
 from trainer.training import diagnosis, noticing, presenting, reporting, snapshots, stopping
-from trainer.training.callbacks import Callbacks, from_environment
+from trainer.training.callbacks import Callbacks, of_caller
 from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
@@ -41,7 +41,7 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
         if not own_process:  # later errors of the program are not this run's
             closing.callback(stacks.write_to, None)
         try:
-            this = prepare(recipe, interrupts, closing, callbacks or from_environment())
+            this = prepare(recipe, interrupts, closing, callbacks or of_caller())
             if not own_process:  # in a program that goes on no worker is left, however the run ends
                 closing.callback(this.loader.close)
             with shortage_explained(this.resolved, this.state):

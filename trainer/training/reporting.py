@@ -99,7 +99,7 @@ def _asked(run: Run, report: EpochReport | StepReport) -> bool:
 
 def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
     """Call the program's `on_step` with the values of `log_step`; whether training goes on. Collective."""
-    if not run.callbacks.has("on_step"):
+    if "on_step" not in run.callbacks.wanted:
         return True
     speed = images_per_second(run, window)
     report = StepReport(run.state.position.step, run.state.total_steps, run.state.position.epoch + 1, loss, lr, speed)

@@ -109,7 +109,6 @@ def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing:
     if refused is not None:
         raise refused
     stacks.write_to(path)
-    closing.callback(callbacks.close)
     callbacks.connect(world)
     return Claim(world, tracker, settled, before, ledger)
 

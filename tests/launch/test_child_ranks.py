@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.test_launching import work as work
 from trainer.errors import NotFiniteError, SetupError, TrainerError
-from trainer.launch import hosted, launching
+from trainer.launch import child_ranks, launching
 from trainer.recipe import load
 
 
@@ -22,7 +22,7 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     recipe = load("digits", "devices=[cpu]")
     assert launching.wants_children(recipe)
     assert not launching.wants_children(load("digits", "mode=single", "devices=[cpu]"))
-    result: dict[str, Any] = hosted.train_in_children(recipe, "stand_in")
+    result: dict[str, Any] = child_ranks.train_in_children(recipe, "stand_in")
     assert result == {
         "world_size": launching.choose_launch(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
     } | {"recipe": "digits"}
@@ -33,9 +33,9 @@ def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeyp
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("CASE", "nan")
     with pytest.raises(NotFiniteError, match=r"^the loss is nan at step 3$"):
-        hosted.train_in_children(recipe.replace(output=str(work / "mine")), "stand_in")
+        child_ranks.train_in_children(recipe.replace(output=str(work / "mine")), "stand_in")
     with pytest.raises(TrainerError, match="absent"):
-        hosted.train_in_children(recipe, "absent")
+        child_ranks.train_in_children(recipe, "absent")
     assert list((work / "tmp").iterdir()) == []
 
 
@@ -66,5 +66,5 @@ def test_the_api_raises_by_exit_code_whatever_was_imported(
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     with pytest.raises(TrainerError, match=expected) as found:
-        hosted.train_in_children(load("digits"))
+        child_ranks.train_in_children(load("digits"))
     assert type(found.value) is kind

@@ -10,11 +10,11 @@ import pytest
 import trainer
 from tests.pages import GUIDE, README, modes_table, short_table
 from trainer.recipe import MODES, TRAITS, Traits, load
-from trainer.recipe.traits import Mode
+from trainer.recipe.mode_table import Mode
 
 HOME = Path(trainer.__file__).parent
 MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]
-MODULES.remove(HOME / "recipe" / "traits.py")
+MODULES.remove(HOME / "recipe" / "mode_table.py")
 
 
 def named(node):

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from trainer.commands.submit import command
-from trainer.commands.submit.submission import HOPELESS
+from trainer.errors import (
+    CheckpointError,
+    DeviceMemoryError,
+    DiskFullError,
+    FolderInUseError,
+    NotFiniteError,
+    RecipeError,
+    SetupError,
+)
 
+_FINAL = (RecipeError, SetupError, CheckpointError, NotFiniteError, DeviceMemoryError, FolderInUseError, DiskFullError)
+HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 ASKED = ["slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"]
 STANDS_IN = {
     "srun": 'printf "%s\\0" "$@" >srun.words; exit ${CODE:-0}',

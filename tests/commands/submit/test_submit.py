@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from tests.command_line import environment, ok, told_to_type, trainer
+from tests.commands.submit.test_slurm import HOPELESS
 from trainer import __main__ as cli
 from trainer import load_recipe
 from trainer.commands.submit import command
-from trainer.commands.submit.submission import HOPELESS, seconds
+from trainer.commands.submit.submission import seconds
 from trainer.errors import RecipeError, SetupError
 from trainer.processes.interrupts import SAVING
 

@@ -49,8 +49,7 @@ def _card(report: Findings, device: torch.device, count: int) -> bool:
     computes = len(report.problems) == before
     about = report.trying(str(device), _about, device) or "cannot be asked"
     report.row(CARDS, str(device), f"{about}, {'computes correctly' if computes else 'CANNOT BE USED'}")
-    for name, value in _managed(report, device):
-        report.row(CARDS, "", f"{name}: {value}")
+    _managed(report, device)
     return computes
 
 
@@ -67,10 +66,9 @@ def _links(report: Findings, devices: list[torch.device]) -> None:
     """Which cards reach which directly, and whether copies arrive."""
     import torch
 
+    reaches = torch.cuda.can_device_access_peer
     for device in devices:
-        peers = [
-            str(other) for other in devices if other != device and torch.cuda.can_device_access_peer(device, other)
-        ]
+        peers = [str(other) for other in devices if other != device and reaches(device, other)]
         reach = "all others" if len(peers) == len(devices) - 1 else ", ".join(peers) or "none (through the host)"
         report.row("between cards", f"{device} reaches directly", reach)
     ways = list(permutations(devices, 2))
@@ -80,28 +78,23 @@ def _links(report: Findings, devices: list[torch.device]) -> None:
     report.row("between cards", "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
 
 
-def _managed(report: Findings, device: torch.device) -> list[tuple[str, str]]:
+def _managed(report: Findings, device: torch.device) -> None:
     """What NVIDIA's management library adds, where nvidia-ml-py is installed and knows the card."""
-    rows: list[tuple[str, str]] = []
     ask = _asking(device)
     mig = ask("nvmlDeviceGetMigMode")
     if mig is not None and mig[0]:
-        rows.append(("divided (MIG)", "a process sees one part"))
+        report.row(CARDS, "", "divided (MIG): a process sees one part")
     errors = ask("nvmlDeviceGetTotalEccErrors", 1, 0)  # uncorrected, since the driver was loaded
-    if errors is not None:
-        rows.append(("memory errors that could not be corrected", str(errors)))
-        if errors:
-            report.problem(
-                f"{device} has had {errors} uncorrected memory errors: sudo nvidia-smi --gpu-reset, or leave it out"
-            )
-    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    if reasons is not None:
-        slow = [name for bit, name in THROTTLES.items() if reasons & bit]
-        rows.append(("slowed down by", ", ".join(slow) or "nothing"))
+    if errors:
+        had = f"{device} has had {errors} uncorrected memory errors"
+        report.problem(f"{had}: sudo nvidia-smi --gpu-reset, or leave it out")
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    slow = dict.fromkeys(name for bit, name in THROTTLES.items() if reasons & bit)
+    if slow:
+        report.row(CARDS, "", f"slowed down by: {', '.join(slow)}")
     active = sum(ask("nvmlDeviceGetNvLinkState", link) == 1 for link in range(18))
     if active:
-        rows.append(("NVLink", f"{active} links active"))
-    return rows
+        report.row(CARDS, "", f"NVLink: {active} links active")
 
 
 THROTTLES = {0x8: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}

@@ -44,18 +44,17 @@ class Findings:
         width = max((len(name) for rows in self.sections.values() for name, _ in rows), default=0)
         lines = []
         for title, rows in self.sections.items():
-            lines += [title, *(line for name, value in rows for line in _row(name, value, width)), ""]
+            lines += [title, *(line for name, value in rows for line in _wrapped(f"  {name:{width}}  ", value)), ""]
         if not self.problems:
             return "\n".join([*lines, "all good"])
         lines.append("1 problem:" if len(self.problems) == 1 else f"{len(self.problems)} problems:")
         for number, problem in enumerate(self.problems, 1):
-            lines += textwrap.wrap(
-                f"{number}. {problem}", WIDTH, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-            )
+            lines += _wrapped(f"{number}. ", problem)
         return "\n".join(lines)
 
 
-def _row(name: str, value: str, width: int) -> list[str]:
-    start = f"  {name:{width}}  "
-    wrapped = textwrap.wrap(value, max(40, WIDTH - len(start)), break_long_words=False, break_on_hyphens=False) or [""]
-    return [start + wrapped[0], *(" " * len(start) + line for line in wrapped[1:])]
+def _wrapped(start: str, text: str) -> list[str]:
+    """Lines of a text that begins after `start`; words and paths stay whole, to be copied."""
+    room = max(40, WIDTH - len(start))
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return [start + lines[0], *(" " * len(start) + line for line in lines[1:])]

@@ -10,11 +10,13 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from trainer.commands.doctor.findings import Findings
@@ -38,11 +40,10 @@ SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 
 
 def versions(report: Findings) -> bool:
-    """Of everything that a report of a bug should name; returns whether torch and torchvision could be loaded."""
+    """Of what training uses itself; returns whether torch and torchvision could be loaded."""
     problems = len(report.problems)
     report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[2]})")
-    report.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable})")
-    report.row(SOFTWARE, "system", platform.platform())
+    report.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
     for name in ("torch", "torchvision"):
         report.row(SOFTWARE, name, installed(name))
         report.trying(name, importlib.import_module, name)
@@ -55,15 +56,12 @@ def versions(report: Findings) -> bool:
 
 
 def _build(report: Findings) -> None:
-    """What torch was built with."""
+    """What torch was built for, and what tells the rest."""
     import torch
 
-    if torch.version.hip:
-        report.row(SOFTWARE, "built for", f"ROCm {torch.version.hip}")
-    report.row(SOFTWARE, "CUDA of torch", torch.version.cuda or "none: a build for the CPU")
-    if torch.version.cuda:
-        report.row(SOFTWARE, "cuDNN", _dotted(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
-        report.row(SOFTWARE, "code for", " ".join(torch.cuda.get_arch_list()) or "unknown")
+    built = f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda
+    report.row(SOFTWARE, "CUDA of torch", built or "none: a build for the CPU")
+    report.row(SOFTWARE, "other versions", f"{shlex.quote(sys.executable)} -m torch.utils.collect_env")
 
 
 def _jpeg(report: Findings) -> None:
@@ -77,15 +75,6 @@ def _jpeg(report: Findings) -> None:
         report.problem(f"photos are read half as fast without torchcodec: {used.instead}")
 
 
-def _dotted(version: int | None) -> str:
-    """90200 is 9.2.0, and before that 8902 was 8.9.2."""
-    if version is None:
-        return "none"
-    major = version // 10_000 if version >= 90_000 else version // 1000
-    rest = version - major * (10_000 if version >= 90_000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
 def processes(report: Findings) -> None:
     """Sum over two real processes on the CPU."""
     import torch.distributed as dist
@@ -93,8 +82,7 @@ def processes(report: Findings) -> None:
     if not dist.is_available():
         report.problem(f"this torch has no torch.distributed, so only modes of one process train: {cards.REINSTALL}")
         return
-    with Group("gloo", 2) as ranks:
-        report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", ranks.outcome) or "FAILS, see below")
+    report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", sums, "gloo", 2) or "FAILS, see below")
 
 
 def nccl(report: Findings, count: int) -> None:
@@ -111,57 +99,44 @@ def nccl(report: Findings, count: int) -> None:
         return
     report.row(PROCESSES, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     if count > 1:
-        with Group("nccl", count) as ranks:
-            report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", ranks.outcome) or "FAILS, see below")
+        report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", sums, "nccl", count) or "FAILS, see below")
 
 
-class Group:
-    """`size` processes that sum a pattern, from the moment this block is entered; they end with it.
-
-    They come from the fork server, which loads torch while this process does.
-    """
-
-    def __init__(self, backend: str, size: int) -> None:
-        self.backend, self.size = backend, size
-
-    def __enter__(self) -> Group:
-        self.begun = time.monotonic()
-        self.folder = tempfile.TemporaryDirectory(prefix="trainer-")
-        context = fork_server.context()
-        self.children, self.answers = [], []
-        for rank in range(self.size):
-            answer, mine = context.Pipe(duplex=False)
-            where = os.path.join(self.folder.name, "store")
-            child = context.Process(target=_rank, args=(self.backend, rank, self.size, where, mine), daemon=True)
-            fork_server.start(child)
-            mine.close()
-            self.children.append(child)
-            self.answers.append(answer)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for child, answer in zip(self.children, self.answers, strict=True):
-            child.kill()
-            child.join()
-            answer.close()
-        self.folder.cleanup()
-
-    def outcome(self) -> str:
-        """That it works. Raises SetupError."""
-        reasons = [reason for rank in range(self.size) if (reason := self._answer(rank))]
-        if reasons:
-            reasons.sort(key=lambda reason: "lost another rank" in reason)  # a rank that failed by itself comes first
-            raise SetupError(f"{self.backend} does not work between {self.size} processes here: {reasons[0]}")
-        return "sums are correct"
-
-    def _answer(self, rank: int) -> str:
-        if not self.answers[rank].poll(max(1.0, self.begun + TIMEOUT - time.monotonic())):
-            return f"process {rank} was silent for {TIMEOUT:.0f} s"
+def sums(backend: str, size: int) -> str:
+    """That `size` processes of the fork server sum a pattern rightly. Raises SetupError."""
+    context, until = fork_server.context(), time.monotonic() + TIMEOUT
+    children: list[tuple[ForkServerProcess, Connection]] = []
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         try:
-            return str(self.answers[rank].recv())
-        except EOFError:
-            self.children[rank].join(1)
-            return f"process {rank} ended with exit code {self.children[rank].exitcode}"
+            for rank in range(size):
+                answer, mine = context.Pipe(duplex=False)
+                words = (backend, rank, size, f"{folder}/store", mine)
+                child = context.Process(target=_rank, args=words, daemon=True)
+                children.append((child, answer))
+                fork_server.start(child)
+                mine.close()
+            answers = [_answer(rank, *child, until) for rank, child in enumerate(children)]
+        finally:
+            for child, _ in children:
+                if child.pid is not None:
+                    child.kill()
+                    child.join()
+    # A rank that failed by itself comes first.
+    reasons = sorted(filter(None, answers), key=lambda reason: "lost another rank" in reason)
+    if reasons:
+        raise SetupError(f"{backend} does not work between {size} processes here: {reasons[0]}")
+    return "sums are correct"
+
+
+def _answer(rank: int, child: ForkServerProcess, answer: Connection, until: float) -> str:
+    """What went wrong in a process, or nothing."""
+    if not answer.poll(max(1.0, until - time.monotonic())):
+        return f"process {rank} was silent for {TIMEOUT:.0f} s"
+    try:
+        return str(answer.recv())
+    except EOFError:
+        child.join(1)
+        return f"process {rank} ended with exit code {child.exitcode}"
 
 
 def _rank(backend: str, rank: int, size: int, store: str, answer: Connection) -> None:
@@ -187,13 +162,8 @@ def _take_part(backend: str, rank: int, size: int, store: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with lost_peers():
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=TIMEOUT / 2),
-        )
+        patience = datetime.timedelta(seconds=TIMEOUT / 2)
+        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
         check_sums(device, rank, size)
         dist.barrier()
 
@@ -207,8 +177,6 @@ def resources(report: Findings) -> None:
         used, period = map(int, f"{quota} {host.group_setting('cpu', 'cpu.cfs_period_us')}".split()[:2])
         allowed = f"{used / period:.1f} cores: more threads than that only wait (threads=)"
         report.row(title, "cores' quota (cgroup)", allowed)
-    threads = getattr(sys.modules.get("torch"), "get_num_threads", cores)()
-    report.row(title, "threads", f"{threads} in one process")
     report.row(title, "memory", f"{host.free_memory() / GIB:.1f} of {host.total_memory() / GIB:.1f} GiB free")
     limit = host.memory_limit()
     if limit is not None:
@@ -219,9 +187,8 @@ def resources(report: Findings) -> None:
     if usage.free < GIB:
         report.problem("less than 1 GiB of disk is free here: free some, or train with output= on another disk")
     if not os.access(".", os.W_OK):
-        report.problem(
-            f"nothing can be written into {os.getcwd()}: cd to a folder of yours, or train with output=FOLDER"
-        )
+        where = f"nothing can be written into {os.getcwd()}"
+        report.problem(f"{where}: cd to a folder of yours, or train with output=FOLDER")
 
 
 def precisions(report: Findings) -> None:
@@ -244,21 +211,15 @@ def try_loader_memory() -> None:
 
 def limits(report: Findings) -> None:
     """What the system allows this user."""
-    title = "limits"
-    for name, number, unit in (
-        ("open files", resource.RLIMIT_NOFILE, 1),
-        ("processes", resource.RLIMIT_NPROC, 1),
-        ("locked memory, MiB", resource.RLIMIT_MEMLOCK, 2**20),
-        ("address space, MiB", resource.RLIMIT_AS, 2**20),
-    ):
-        soft, hard = resource.getrlimit(number)
-        report.row(title, name, _limit(soft, unit) + (f" (at most {_limit(hard, unit)})" if soft != hard else ""))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        report.problem(f"only {soft} files may be open at once, too few for several processes: ulimit -n 4096")
+    for name, number in (("open files", resource.RLIMIT_NOFILE), ("processes", resource.RLIMIT_NPROC)):
+        soft, hard = ("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in resource.getrlimit(number))
+        report.row("limits", name, soft + f" (at most {hard})" * (soft != hard))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
+        report.problem(f"only {files} files may be open at once, too few for several processes: ulimit -n 4096")
     pids = host.group_setting("pids", "pids.max")
     if pids.isdigit():
-        report.row(title, "processes (cgroup)", pids)
+        report.row("limits", "processes (cgroup)", pids)
 
 
 def variables(report: Findings) -> None:
@@ -266,7 +227,3 @@ def variables(report: Findings) -> None:
     for name in sorted(os.environ):
         if TELLING.match(name) and not SECRET.search(name):
             report.row("environment", name, os.environ[name][:300] or '""')
-
-
-def _limit(value: int, unit: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)

@@ -52,7 +52,7 @@ class FakeModel:
         self.model = self._build().train()
         hold_statistics(self.model)
         self._roles = roles_of(self.model, recipe)
-        self._fit = cache(self._measure)
+        self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:
         """The model with fake parameters; published weights have its shapes and are not fetched."""
@@ -98,22 +98,13 @@ class FakeModel:
 
     # Passes.
 
-    def whole(self, rows: int, gradients: bool) -> Pass:
+    def _whole(self, rows: int, gradients: bool) -> Pass:
         """The whole model's pass on so many images. Gradients that do not exist already count as they are made."""
-        return self._fit(rows, gradients)
-
-    def _measure(self, rows: int, gradients: bool) -> Pass:
         with self._fake, self._shapes_suffice():
             whole = _Running(self.model, self.in_precision)
             return self._pass(whole, self._images(rows), gradients, last=True)
 
-    def _pass(
-        self,
-        module: nn.Module,
-        inputs: Tensor,
-        gradients: bool,
-        last: bool,
-    ) -> Pass:
+    def _pass(self, module: nn.Module, inputs: Tensor, gradients: bool, last: bool) -> Pass:
         rows = len(inputs)
         parameters = [p for p in module.parameters() if p.requires_grad]
         for parameter in parameters:

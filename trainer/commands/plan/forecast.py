@@ -126,12 +126,5 @@ def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: in
     if layout.shards > 1 and measured.bandwidth is not None:
         exchange = ring(layout.shards) * max(held) / measured.bandwidth
     of_optimizer = max(held) / sum(held) if layout.processes > 1 else 1.0
-    return Forecast(
-        length * recipe.accumulate,
-        exchange,
-        measured.optimizer * of_optimizer,
-        measured.other,
-        bubble,
-        cut,
-        tuple(notes),
-    )
+    compute, update = length * recipe.accumulate, measured.optimizer * of_optimizer
+    return Forecast(compute, exchange, update, measured.other, bubble, cut, tuple(notes))

@@ -117,12 +117,9 @@ def _steps(steps: StepFigures, rate: RateFigures) -> str:
 def _reading(reading: ReadingFigures | None) -> dict[str, str]:
     if reading is None:
         return {}
-    spent = {
-        "reading": reading.read_seconds,
-        "decoding": reading.decode_seconds,
-        "transforming": reading.transform_seconds,
-    }
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spent.items())
+    names = ("reading", "decoding", "transforming")
+    spent = (reading.read_seconds, reading.decode_seconds, reading.transform_seconds)
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in zip(names, spent, strict=True))
     many = reading.processes > 1
     line = f"{reading.samples_per_sec:,.4g} images/s by {reading.processes} process{'es' * many} of this machine"
     line += f" ({parts} a photo)"
@@ -174,14 +171,10 @@ def _memory(plan: RunPlan) -> list[str]:
 
 
 def _pipeline(pipe: PipelineFigures) -> list[str]:
-    by = {
-        "flops": "balanced by FLOPs, nothing is measured",
-        "seconds": "balanced by measured seconds",
-        "recipe": "as given",
-    }
+    by = {"flops": "balanced by FLOPs, nothing is measured", "seconds": "balanced by measured seconds"}
     title = f"{len(pipe.stages)} stages, {pipe.schedule}"
     title += f", {pipe.microbatches} micro-batches" if pipe.microbatches > 1 else ""
-    lines = [f"  pipeline {title}; {by[pipe.balanced_by]}"]
+    lines = [f"  pipeline {title}; {by.get(pipe.balanced_by, 'as given')}"]
     rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
     for index, stage in enumerate(pipe.stages):
         cut = pipe.cuts[index] if index < len(pipe.cuts) else ""
@@ -201,15 +194,9 @@ def _pipeline(pipe: PipelineFigures) -> list[str]:
 
 
 def _prediction(made: PredictionFigures) -> list[str]:
-    parts = {
-        "compute": made.compute_seconds,
-        "communication": made.communication_seconds,
-        "optimizer": made.optimizer_seconds,
-        "other": made.other_seconds,
-    }
-    if made.bubble is not None:
-        parts = {"stages": parts.pop("compute"), **parts}
-    listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in parts.items() if seconds)
+    names = ("compute" if made.bubble is None else "stages", "communication", "optimizer", "other")
+    parts = (made.compute_seconds, made.communication_seconds, made.optimizer_seconds, made.other_seconds)
+    listed = ", ".join(f"{key} {duration(seconds)}" for key, seconds in zip(names, parts, strict=True) if seconds)
     line = f"{made.samples_per_sec:,.4g} images/s, {duration(made.step_seconds)} a step: {listed}"
     line += f"; bubble {made.bubble:.1%}" if made.bubble is not None else ""
     return _field("predicts", line)

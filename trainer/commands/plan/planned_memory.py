@@ -213,13 +213,11 @@ def advice(fake: FakeModel, layout: Layout, memory: int) -> list[Advice]:
     if pieces is not None:
         tried.append(_tried(fake, layout, memory, "the same maths in smaller pieces", accumulate=pieces))
     if layout.staged and not recipe.pipeline.recompute:
-        tried.append(
-            _tried(fake, layout, memory, "the same maths, activations computed twice", pipeline__recompute=True)
-        )
+        note = "the same maths, activations computed twice"
+        tried.append(_tried(fake, layout, memory, note, pipeline__recompute=True))
     if not layout.staged and recipe.devices in ("auto", ["cpu"]):
-        wider = (
-            _tried(fake, layout, memory, "the model in stages", processes=n, mode="pipeline") for n in STAGES_TRIED
-        )
+        note = "the model in stages"
+        wider = (_tried(fake, layout, memory, note, processes=n, mode="pipeline") for n in STAGES_TRIED)
         tried.append(next(filter(None, wider), None))
     if recipe.traits.exchanges == "shards" and layout.kind == "cuda" and not recipe.fsdp.offload:
         note = "the same maths, shards and optimizer on the host: slower"

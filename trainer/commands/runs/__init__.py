@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.runs import listing, run_page
-from trainer.commands.runs.run_status import RunSummary, look, named
+from trainer.commands.runs.run_status import look, named
 from trainer.errors import RecipeError
 from trainer.recipe.recipe_files import split_words
 
@@ -31,7 +31,9 @@ def command(words: Sequence[str]) -> str:
     for word in [f"{key}=" for key in options if task != "delete"] + [name for name in names if _is_word(name)]:
         raise RecipeError(f"'{word}' is not a word of runs{' ' * bool(task)}{task}: {USAGE}")
     if task == "show":
-        return run_page.show(_one(names), as_json)
+        if len(names) != 1:
+            raise RecipeError(f"runs show needs one run, as in runs show NAME, not {len(names)}; runs lists them")
+        return run_page.show(named(names[0], HOME), as_json)
     if task == "delete":
         if not names:
             raise RecipeError("runs delete needs the names of runs, as in runs delete FIRST SECOND; runs lists them")
@@ -60,12 +62,6 @@ def _wants_json(words: Sequence[str]) -> tuple[bool, list[str]]:
     if options.get("format", "json") not in ("json", "text"):
         raise RecipeError(f"format={options['format']} is not one of text, json")
     return "--json" in words or options.get("format") == "json", rest
-
-
-def _one(names: Sequence[str]) -> RunSummary:
-    if len(names) != 1:
-        raise RecipeError(f"runs show needs one run, as in runs show NAME, not {len(names)}; runs lists them")
-    return named(names[0], HOME)
 
 
 def _is_word(text: str) -> bool:

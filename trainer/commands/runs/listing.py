@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -66,13 +67,10 @@ def below(home: Path, levels: int = DEEP) -> list[RunSummary]:
     summaries = []
     for name in names:
         summary = look(home / name)
-        inner: Sequence[RunSummary] = ()
+        within: list[RunSummary] = []
         if summary.note == FOREIGN and levels > 1 and not summary.path.is_symlink():
-            try:
-                inner = below(summary.path, levels - 1)
-            except SetupError:
-                inner = ()
-        within = [run for run in inner if run.kind == "run"]
+            with suppress(SetupError):
+                within = [run for run in below(summary.path, levels - 1) if run.kind == "run"]
         summaries += within or [summary]
     return summaries
 
@@ -152,13 +150,11 @@ def _delete(run: RunSummary) -> str:
     except FolderInUseError:
         raise FolderInUseError(f"{path} is running: {STOP}") from None
     try:
-        names = sorted(os.listdir(path), key=lambda name: name == ".lock")
-        for name in names:
-            if any(fnmatch(name, pattern) for pattern in WRITTEN):
+        for name in sorted(os.listdir(path), key=lambda name: name == ".lock"):
+            if _is_written(name):
                 remove(path / name)
         left = sorted(os.listdir(path))
-        still = [name for name in left if any(fnmatch(name, pattern) for pattern in WRITTEN)]
-        if still:
+        if still := [name for name in left if _is_written(name)]:
             raise SetupError(f"{path / still[0]} cannot be removed: check its owner and permissions (ls -l)")
         if not left:
             path.rmdir()
@@ -173,3 +169,7 @@ def _delete(run: RunSummary) -> str:
         return f"deleted {readable.plain(str(path))} ({freed})"
     shown = readable.plain(", ".join(left[:3])) + f" and {len(left) - 3} more" * (len(left) > 3)
     return f"deleted the run in {readable.plain(str(path))}; kept, because no run wrote it: {shown}"
+
+
+def _is_written(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WRITTEN)

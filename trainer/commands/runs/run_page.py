@@ -6,7 +6,8 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,7 @@ def _what(run: RunSummary) -> Iterator[tuple[str, str]]:
     yield "note", run.note
     name, changed = _changed(run)
     yield "recipe", name
-    for number, word in enumerate(changed[:KEYS]):
-        yield "changed" if not number else "", word
+    yield from _titled("changed", changed[:KEYS])
     yield "", f"and {len(changed) - KEYS} more" if len(changed) > KEYS else ""
     if facts := _section(result, "facts"):
         yield from ((str(title), str(text)) for title, text in facts.items() if title != "folder")
@@ -96,8 +96,7 @@ def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
     if run.peak_memory is not None:
         yield "memory", f"{readable.as_size(run.peak_memory)} on the device with the most"
     verdict = _section(result, "verdict").get("sentence")
-    for number, line in enumerate(str(verdict or "").splitlines()):
-        yield "" if number else "verdict", line
+    yield from _titled("verdict", str(verdict or "").splitlines())
     for sentence in _section(result, "warnings").values() if not verdict else ():  # which begins with them
         yield "warning", str(sentence)
     versions = _section(result, "versions")
@@ -124,12 +123,18 @@ def _time_spent(run: RunSummary) -> Iterator[tuple[str, str]]:
         for part, spent in sorted(sums.items(), key=lambda item: -item[1])
         if spent >= LEAST * goodput.wall_s
     ]
-    yield from zip(("lost", *[""] * len(rows)), readable.table(rows, {0, 1}) if rows else (), strict=False)
     ends = [(end["time"][:19].replace("T", " "), f"step {end['step']}", end["cause"]) for end in goodput.ends]
     if len(ends) > ENDS:
         ends = [*ends[: ENDS // 2], ("...", "", f"{len(ends) - ENDS} more"), *ends[-ENDS // 2 :]]
-    yield from zip(("ends", *[""] * len(ends)), readable.table(ends) if ends else (), strict=False)
-    yield from (("", note) for note in goodput.notes)
+    yield from _titled("lost", readable.table(rows, {0, 1}) if rows else ())
+    yield from _titled("ends", readable.table(ends) if ends else ())
+    yield from _titled("", goodput.notes)
+
+
+def _titled(title: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """A title beside the first of some lines."""
+    for number, line in enumerate(lines):
+        yield "" if number else title, line
 
 
 def _goodput(run: RunSummary) -> Goodput | None:
@@ -143,17 +148,14 @@ def _files(run: RunSummary) -> Iterator[tuple[str, str]]:
             paths = sorted((entry.name, entry.path) for _, entry in zip(range(200), entries, strict=False))
     except OSError:
         return
-    title = "files"
+    rows = []
     for name, path in paths:
-        if name.startswith("."):
-            continue
-        folder = os.path.isdir(path) and not os.path.islink(path)
-        try:
-            size, more = size_of(Path(path)) if folder else (os.lstat(path).st_size, False)
-        except OSError:
-            continue
-        yield title, f"{readable.shortened(name + '/' * folder, 60)}  {readable.as_size(size, more)}"
-        title = ""
+        if not name.startswith("."):
+            folder = os.path.isdir(path) and not os.path.islink(path)
+            with suppress(OSError):
+                size, more = size_of(Path(path)) if folder else (os.lstat(path).st_size, False)
+                rows.append(f"{readable.shortened(name + '/' * folder, 60)}  {readable.as_size(size, more)}")
+    yield from _titled("files", rows)
 
 
 def _next(run: RunSummary) -> Iterator[str]:
@@ -175,23 +177,18 @@ def _next(run: RunSummary) -> Iterator[str]:
 
 def _changed(run: RunSummary) -> tuple[str, list[str]]:
     """A recipe's name, and the words by which it differs from the shipped one of that name, or from the defaults."""
-    name = run.result.get("recipe")
-    name = name if isinstance(name, str) and name in recipes.shipped_recipes() else None
     title = str(run.result.get("recipe") or "-")
-    try:
-        was = recipes.load(name).to_dict()
-        now = load_stored(run.recipe, str(run.path / "recipe.yaml")).to_dict()
-    except (RecipeError, TypeError, ValueError):
-        return title, []
+    name = title if title in recipes.shipped_recipes() else None
     if not run.recipe:
         return title, []
-    before, after = recipes.flatten(was), recipes.flatten(now)
-    words_of = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in after.items()
-        if value != before[key]
-    ]
-    return title if name else f"{title} (differs from the defaults)", words_of
+    try:
+        before = recipes.flatten(recipes.load(name).to_dict())
+        after = recipes.flatten(load_stored(run.recipe, str(run.path / "recipe.yaml")).to_dict())
+    except (RecipeError, TypeError, ValueError):
+        return title, []
+    changed = [(key, value) for key, value in after.items() if value != before[key]]
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed]
+    return title if name else f"{title} (differs from the defaults)", words
 
 
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

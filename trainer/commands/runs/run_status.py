@@ -86,22 +86,16 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """For scripts: figures as they are, None for what is not known."""
-        best = self.best
-        return {
+        metric, best = self.best or (None, None)
+        tree: dict[str, Any] = {
             "name": self.path.name,
             "path": str(self.path),
             "kind": self.kind,
             "status": self.status,
-            "mode": self.mode,
-            "model": self.model,
-            "metric": best[0] if best else None,
-            "best": best[1] if best else None,
-            "samples_per_sec": self.speed,
-            "age_seconds": self.age,
-            "bytes": self.size,
-            "bytes_complete": not self.more,
-            "note": self.note or None,
         }
+        tree |= {"mode": self.mode, "model": self.model, "metric": metric, "best": best, "samples_per_sec": self.speed}
+        tree |= {"age_seconds": self.age, "bytes": self.size, "bytes_complete": not self.more}
+        return {**tree, "note": self.note or None}
 
 
 def finite(value: Any) -> float | None:
@@ -150,7 +144,12 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return read_json(file)
-        recipe = stored(_plain(read(file, MAX_BYTES)))
+        text = read(file, MAX_BYTES)
+        if text.count(b"*") > MAX_ALIASES:
+            raise ValueError("it holds no recipe")
+        # Written as JSON, it has no dates and nothing that holds itself.
+        tree = json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), default=str)
+        recipe = stored(json.loads(tree))
         if isinstance(recipe, dict):
             return recipe
         notes.append(f"{file.name}: it holds no recipe")
@@ -159,17 +158,6 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         notes.append(f"{file.name}: {why(error)}")
     return {}
-
-
-def _plain(text: bytes) -> Any:
-    """What YAML holds, in the types of JSON: no dates, nothing that holds itself.
-
-    Raises:
-        YAMLError, ValueError, TypeError, RecursionError: it cannot be written so.
-    """
-    if text.count(b"*") > MAX_ALIASES:
-        raise ValueError("it holds no recipe")
-    return json.loads(json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), default=str))
 
 
 def _is_run(path: Path, names: set[str], result: Mapping[str, Any]) -> bool:
@@ -200,10 +188,8 @@ def _status(path: Path, result: Mapping[str, Any]) -> Status:
 def _changed(path: Path, names: set[str]) -> float | None:
     times = []
     for name in LATEST if names & {*LATEST} else (".",):
-        try:
+        with suppress(OSError):
             times.append((path / name).stat().st_mtime)
-        except OSError:
-            continue
     return max(times, default=None)
 
 
@@ -239,9 +225,8 @@ def named(name: str, home: Path) -> RunSummary:
         hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
         raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")
     summaries = [look(path) for path in there]
-    for run in summaries:
-        if run.kind == "run":
-            return run
+    if found := [run for run in summaries if run.kind == "run"]:
+        return found[0]
     path = there[0]
     if path.is_file():
         raise RecipeError(f"{path} is a file: give the run's folder, {path.parent}")

@@ -31,17 +31,13 @@ def script(submission: Submission) -> str:
     for key in ("partition", "account"):
         if key not in submission.options:
             lines.append(f"##SBATCH --{key}=NAME  # {key}= was left out, so the cluster's default is used")
-    words = [*submission.words, f"nproc={submission.nproc}"]
+    words, varied = [*submission.words, f"nproc={submission.nproc}"], ""
     if submission.variants == ("",):
         lines.append(f"folder={shlex.quote(submission.output)}")
     else:
-        lines += [
-            f"variants=({shlex.join(submission.variants)})",
-            f"folders=({shlex.join(submission.folders)})",
-            "variant=${variants[SLURM_ARRAY_TASK_ID]}",
-            "folder=${folders[SLURM_ARRAY_TASK_ID]}",
-        ]
-    varied = "" if submission.variants == ("",) else ' "$variant"'
+        varied = ' "$variant"'
+        lines += [f"variants=({shlex.join(submission.variants)})", f"folders=({shlex.join(submission.folders)})"]
+        lines += ["variant=${variants[SLURM_ARRAY_TASK_ID]}", "folder=${folders[SLURM_ARRAY_TASK_ID]}"]
     lines += [
         "",
         "# The job runs in the folder and the environment in which sbatch was typed.",

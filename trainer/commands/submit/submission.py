@@ -12,15 +12,7 @@ from pathlib import Path
 from trainer import recipe as recipes
 from trainer.commands.compare.entries import parse_sweep
 from trainer.devices.assignment import assign_devices
-from trainer.errors import (
-    CheckpointError,
-    DeviceMemoryError,
-    DiskFullError,
-    FolderInUseError,
-    NotFiniteError,
-    RecipeError,
-    SetupError,
-)
+from trainer.errors import RecipeError, SetupError
 from trainer.processes.interrupts import SAVING
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
@@ -35,8 +27,6 @@ EXAMPLES = {
     "time": "time=24:00:00, after which SLURM ends the job, which then continues",
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
-_FINAL = (RecipeError, SetupError, CheckpointError, NotFiniteError, DeviceMemoryError, FolderInUseError, DiskFullError)
-HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 REQUEUES = 20
 
 
@@ -134,8 +124,7 @@ def seconds(time: str) -> int:
     parts = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time)
     if parts is None:
         raise RecipeError(f"time={shown(time)} must be hours, minutes and seconds, as in time=24:00:00, or 2-12:00:00")
-    days, hours, minutes, rest = (int(part or 0) for part in parts.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    return sum(int(part or 0) * unit for part, unit in zip(parts.groups(), (86_400, 3600, 60, 1), strict=True))
 
 
 def _varied(array: str | None) -> list[str]:

@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from tests.command_line import QUIET, digest, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, digest, losses, ok, result, trainer
 from tests.contexts import mode_of
 from tests.worlds import gathered, on_ranks
-from trainer import train
 from trainer.data import Batch
 from trainer.modes import local_sgd
 from trainer.recipe import load
@@ -233,69 +231,6 @@ DATA = [
     "model.name=cnn_gn",
     "schedule.name=constant",
 ]
-
-
-def test_one_process_is_single(tmp_path, here):
-    words = [*DATA, "data.samples=96", "batch_size=32", "epochs=3", "threads=1", *QUIET, "local_sgd.every=2"]
-    for mode in ("single", "local_sgd"):
-        train(load(None, f"mode={mode}", *words, f"output={tmp_path / mode}"))
-    assert losses(tmp_path / "local_sgd") == pytest.approx(losses(tmp_path / "single"), rel=1e-6)
-    assert len(losses(tmp_path / "single")) == 9
-
-
-@pytest.mark.full
-def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
-    """Epochs of one step: both modes cut the same permutation in the same two halves."""
-    words = [*DATA, "data.samples=64", "batch_size=64", "epochs=8", "optimizer.momentum=0", "optimizer.lr=0.01", *QUIET]
-    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'ddp'}")
-    ok(
-        *words,
-        "mode=local_sgd",
-        "local_sgd.every=1",
-        "local_sgd.outer_momentum=0",
-        "nproc=2",
-        f"output={tmp_path / 'local'}",
-    )
-    assert losses(tmp_path / "local") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
-    assert losses(tmp_path / "ddp")[-1] < losses(tmp_path / "ddp")[0]
-    assert result(tmp_path / "local")["val_loss"] == pytest.approx(result(tmp_path / "ddp")["val_loss"], rel=1e-4)
-
-
-@pytest.mark.full  # test_resume_modes.py has a sample of all modes
-@pytest.mark.parametrize(
-    "more",
-    [[], ["precision=fp16", "local_sgd.every=4", "local_sgd.outer_momentum=0"], ["local_sgd.every=4", *OUTER]],
-    ids=["epoch", "steps, fp16", "outer"],
-)
-def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
-    """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
-    words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
-    words += ["logging.verdict=false"]  # which does not keep averaging from being measured
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = ok(*words, f"output={whole}")
-    assert result(whole)["seconds_in"]["averaging"] > 0 and result(whole)["verdict"] is None
-    assert "averaged every" in done.stdout and result(whole)["data"]["val_samples"] == 360
-    killed = trainer(*words, f"output={cut}", env={"TRAINER_FAULT": "kill@1:21"})
-    assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr
-
-    first, second = (
-        load_file(cut / "checkpoints" / "step-00000018" / f"rank-0000{rank}.safetensors") for rank in (0, 1)
-    )
-    kept = [name for name in first if name.startswith("model:") and name.endswith("weight")]
-    apart = [not torch.equal(first[name], second[name]) for name in kept]
-    assert kept and all(apart), "between averagings each worker has weights of its own"
-    assert "optimizer:0.weight//momentum_buffer" in first and "ema:0.weight" in second
-    assert ("scaler:scale" in second) == ("precision=fp16" in more)
-    assert (cut / "checkpoints" / "step-00000018" / "outer.safetensors").exists() == ("local_sgd.outer_lr=0.7" in more)
-
-    ok(*words, f"output={cut}", "resume=auto")
-    assert losses(cut) == losses(whole)
-    assert (cut / "last.safetensors").read_bytes() == (whole / "last.safetensors").read_bytes()
-    assert [row["step"] for row in steps(cut)] == [row["step"] for row in steps(whole)]
-
-    found = result(whole)
-    evaluated = ok("evaluate", f"checkpoint={whole}").stdout
-    assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
 
 
 SHORT = [*DATA, "data.samples=192", "batch_size=32", "epochs=2", *QUIET]  # 6 steps an epoch

@@ -2,9 +2,6 @@
 
 import copy
 import gc
-import json
-import subprocess
-import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -16,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.command_line import environment
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer.data import Batch
@@ -25,7 +21,7 @@ from trainer.models import zoo
 from trainer.models.blocks import freeze
 from trainer.models.norms import check_alone
 from trainer.models.partition import trace
-from trainer.modes import STRATEGIES, sync_batchnorm
+from trainer.modes import sync_batchnorm
 from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.wire import Wire
@@ -236,26 +232,6 @@ def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
         assert travelling.is_contiguous() and not travelling._is_view()
         gradient = torch.autograd.grad(travelling.square().sum(), received)[0]
         assert first or gradient.is_contiguous(), traced.cuts[index - 1]
-
-
-@pytest.mark.full("compiles in two ranks")
-def test_synchronised_layers_can_be_compiled(tmp_path):
-    """Into the one graph of the model, their collectives among the rest."""
-    rank = [sys.executable, "-m", "tests.modes.synchronised", "{}", str(tmp_path / "store")]
-    ranks = [[word.format(number) for word in rank] for number in (0, 1)]
-    second = subprocess.Popen(ranks[1], env=environment(), stderr=subprocess.DEVNULL)
-    try:
-        first = subprocess.run(ranks[0], env=environment(), capture_output=True, text=True, timeout=120)
-    finally:
-        second.kill()
-        second.wait()
-    assert first.returncode == 0, first.stderr
-    eager, compiled, graphs = json.loads(first.stdout.splitlines()[-1])
-    assert compiled == pytest.approx(eager, rel=1e-4) and graphs <= 2 and len({*eager}) == 4
-
-
-def test_every_mode_of_the_schema_has_a_strategy():
-    assert set(STRATEGIES) == set(MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -97,7 +97,7 @@ def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
 EVERYTHING = [*(word for word in SAME if not word.startswith("max_steps")), "max_steps=4", "accumulate=2"]
 EVERYTHING += ["model.name=vit_tiny", "optimizer.name=adamw", "clip_grad_norm=0.5", "ema=0.9"]
 EVERYTHING += ["augment.mixup=0.3", "augment.cutmix=1.0", "loss.label_smoothing=0.1", "augment.hflip=0.5"]
-THROUGH = ("zbv", "1f1b 2x2", "interleavedzerobubble")
+THROUGH = ("ddp", "zbv", "1f1b 2x2", "interleavedzerobubble")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def everything(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["streams", *(pytest.param(way, marks=pytest.mark.full) for way in THROUGH)])
-def test_everything_at_once_in_a_pipeline(way, everything, tmp_path):
+def test_everything_at_once(way, everything, tmp_path):
     done = ok(*EVERYTHING, *EXACT[way], f"output={tmp_path / 'run'}")
     assert losses(tmp_path / "run") == pytest.approx(losses(everything), rel=1e-4)
     one, two = (load_file(folder / "last.safetensors") for folder in (everything, tmp_path / "run"))
@@ -332,10 +332,7 @@ def test_compiled_stages(schedule, model, tmp_path):
             "encoder.encoder_layer_1 encoder.layers.encoder_layer_1? permute, cat,",
         ),
         ("mode=split model.name=mlp pipeline.stages=4", "2 pipeline.stages 3"),
-        (
-            "mode=pipeline nproc=2 plugin=tests.models.unlucky_models model.name=renormalised",
-            "layer 1 (Renormalised)",
-        ),
+        ("mode=pipeline nproc=2 plugin=tests.models.unlucky_models model.name=renormalised", "layer 1 (Renormalised)"),
     ],
 )
 def test_wrong_use_is_answered_in_one_line(words, names, tmp_path):

@@ -195,13 +195,12 @@ def test_state_that_each_pass_changes_is_named():
     model = Net()
     model.norm = nn.LayerNorm(4)
     assert changing(passes(model)) == []
-    assert changing(passes(model, partial(changed_buffer, model))) == ["buffer kept"]
-    assert changing(passes(model, partial(counts, model))) == ["attribute count"]
-    assert changing(passes(model, partial(makes_a_counter, model))) == ["attribute made"]
-    assert changing(passes(model, partial(counts_in, model))) == ["attribute figures[0]"]
-    for name in ("table", "array"):
-        assert changing(passes(model, partial(adds_to, name, model))) == [f"attribute {name}"]
-        assert not vars(model)[name].any()
+    runs = {"buffer kept": changed_buffer, "attribute count": counts, "attribute made": makes_a_counter}
+    runs |= {"attribute figures[0]": counts_in}
+    runs |= {f"attribute {name}": partial(adds_to, name) for name in ("table", "array")}
+    for name, run in runs.items():
+        assert changing(passes(model, partial(run, model))) == [name]
+    assert not model.table.any() and not model.array.any()
     assert changing(passes(model, partial(remembers, model))) == []
     before = model.a.weight.clone()
     assert changing(passes(model, partial(changed_weight, model))) == ["change of a.weight"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import zoo
-from trainer.models.given import Given, not_in_a_copy
+from trainer.models.given import Given
 from trainer.recipe import ModelRecipe
 
 
@@ -53,22 +53,6 @@ def closed(net):
     """A copy's hook would read the original."""
     net.head.register_forward_hook(lambda module, inputs, outputs: outputs + net.head.bias)
     return net
-
-
-def empty(net):
-    """A function whose variable is not there yet."""
-
-    def hook(module, inputs, outputs):
-        return later
-
-    net.head.register_forward_hook(hook)
-    if net is None:
-        later = 1
-    return net
-
-
-def test_a_function_of_a_variable_that_has_no_value_yet_is_looked_at():
-    assert not_in_a_copy(empty(Net())) is None
 
 
 def test_hooks_that_a_copy_has_too_are_taken():
@@ -131,13 +115,6 @@ def test_the_name_that_recipes_know(source, name):
 def test_what_is_no_model(source, line):
     with pytest.raises(RecipeError, match=line):
         Given(source)(3, 1, 8)
-
-
-def test_a_lent_name_is_given_back():
-    assert zoo.registered_model("mlp") is None
-    with zoo.builders.lent("mlp", mlp):
-        assert zoo.registered_model("mlp") is mlp
-    assert zoo.registered_model("mlp") is None
 
 
 def test_tied_weights_are_found_under_one_name():

@@ -60,10 +60,7 @@ def test_other_arguments_keep_their_defaults():
     ("between", "says"),
     [
         (lambda m, h, x: h if h.sum() > 0 else -h, r"control flow \(test_graphs.py, line \d+\); use mode=ddp"),
-        (
-            lambda m, h, x: h if m.training else m.act(h),
-            "in training .*second.* in evaluation ",
-        ),
+        (lambda m, h, x: h if m.training else m.act(h), "in training .*second.* in evaluation "),
         (lambda m, h, x: h + (h if m.training else x), "from other values"),
         (lambda m, h, x: h if random.random() < 2 else x, "draws random numbers"),
         (lambda m, h, x: h * torch.rand(4), "draws random numbers"),

@@ -277,15 +277,3 @@ def test_a_model_that_was_made_for_inference(recorders):
             x = torch.full((4, 1, 6, 6), float(number))
             assert torch.equal(replayed(x), model(x))
     assert said == [] and recorders[0].replays >= 3
-
-
-def test_errors_of_the_model_are_its_own():
-    both = Both()
-
-    def forward(x):
-        raise ValueError("mine")
-
-    assert both.passes(WARM)
-    both.replayed._forward = forward
-    with pytest.raises(ValueError, match="mine"):
-        both.pass_(0)

@@ -33,14 +33,10 @@ def test_batch_norm_free_models_are():
     assert any(isinstance(m, nn.BatchNorm2d) for m in build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
 
 
-def test_resnet20_has_the_papers_size():
-    # Table 6 of arXiv:1512.03385 gives 0.27 M for depth 20; projection shortcuts (option B) add 2,752.
-    assert sum(p.numel() for p in resnet20(10, 3, 32).parameters()) == pytest.approx(0.27e6, rel=0.03)
-
-
-def test_fast_cnn_has_the_papers_size():
-    # Appendix A of arXiv:2404.00498 gives 1.97 M.
-    assert sum(p.numel() for p in fast_cnn(10, 3, 32).parameters()) == pytest.approx(1.97e6, rel=0.002)
+@pytest.mark.parametrize(("make", "size", "near"), [(resnet20, 0.27e6, 0.03), (fast_cnn, 1.97e6, 0.002)])
+def test_models_have_their_papers_size(make, size, near):
+    """Table 6 of arXiv:1512.03385, where projection shortcuts (option B) add 2,752; appendix A of arXiv:2404.00498."""
+    assert sum(p.numel() for p in make(10, 3, 32).parameters()) == pytest.approx(size, rel=near)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

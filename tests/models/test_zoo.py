@@ -17,12 +17,6 @@ from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import ModelRecipe, known_names, load
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"])
-def test_torchvision_by_name(name):
-    model = zoo.build(ModelRecipe(name=name), 5, 3, 64)
-    assert model.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 5)
-
-
 def test_every_torchvision_classifier_is_known_without_importing_it():
     assert set(known_names.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
 

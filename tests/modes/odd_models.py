@@ -12,7 +12,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
@@ -44,15 +44,6 @@ class NoGrad(Plain):
         with torch.no_grad():
             x = self.body(x)
         return self.head(x)
-
-
-class Decorated(Plain):
-    @torch.no_grad()
-    def frozen(self, x):
-        return self.body(x)
-
-    def forward(self, x):
-        return self.head(self.frozen(x))
 
 
 class Detached(Plain):
@@ -131,12 +122,6 @@ class Dropped(Plain):
 
     def forward(self, x):
         return self.head(self.drop(self.body(x)))
-
-
-class Noisy(Plain):
-    def forward(self, x):
-        x = self.body(x)
-        return self.head(x + torch.randn_like(x) * self.training)
 
 
 class Block(nn.Module):
@@ -411,17 +396,6 @@ class WeightNormed(Plain):
         self.b = parametrizations.weight_norm(self.b)
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).T
-
-
-class Parametrized(Plain):
-    def __init__(self):
-        super().__init__()
-        parametrize.register_parametrization(self.b, "weight", Symmetric())
-
-
 class Pruned(Plain):
     def __init__(self):
         super().__init__()
@@ -560,16 +534,16 @@ class Frozen(Plain):
         self.a.requires_grad_(False)
 
 
-DRAWS = {NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, Noisy, LayerDrop, Shortened}
+DRAWS = {NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop, Shortened}
 WHOLE_BATCH = {TwoWays, Normed, RunningCentre, Tracking}  # another result for a part of a batch, by their nature
 HALF = {SinglePart, MixedHalf}  # of few digits
 KINDS = [
-    *(Plain, NoGrad, Decorated, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer),
+    *(Plain, NoGrad, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer),
     *(CountedUnsaved, RunningCentre, Teacher, Clamped, SinglePart, RootHook, RootPreHook, RootBackwardHook, InnerHook),
     *(InnerBackwardHook, LeafBackwardHook, Captured, GradientHook, ParameterHooks, AccumulatedHook, Reversed, Toggled),
-    *(Checkpointed, Spectral, WeightNormed, Parametrized, Pruned, Tied, Twice, Unused, ScalarParameter),
+    *(Checkpointed, Spectral, WeightNormed, Pruned, Tied, Twice, Unused, ScalarParameter),
     *(ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, View, Tracking, Lazy, Frozen),
-    *(NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, Noisy, LayerDrop, Shortened),
+    *(NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop, Shortened),
 ]
 ODD = {kind.__name__: kind for kind in KINDS}
 for _name, _kind in ODD.items():

@@ -23,6 +23,7 @@ ROUNDING = 2.0**-9  # of a number to bf16, relative; losses follow weights, whic
 TRAINED = ["recipe=digits", "batch_size=60", "schedule.warmup_epochs=0"]
 TRAINED += ["augment.crop=none", "epochs=1", "max_steps=20", "threads=1", "timeout=60", *WHOLE]
 CNN = ["model.name=cnn_gn", "optimizer.lr=0.01"]
+SYNC = ["model.name=cnn", "sync_bn=true", "optimizer.lr=0.001"]
 
 # A model with a layer that no pass uses, and what each rank got in each step and ends with.
 PLUGIN = """
@@ -77,8 +78,9 @@ def folder(tmp_path):
         (3, CNN),
         (2, ["model.name=half_used", "precision=fp16", "optimizer.lr=0.1"]),
         (2, [*CNN, "accumulate=2", "clip_grad_norm=0.5", "model.freeze=1", "ema=0.9"]),
-        pytest.param(2, ["model.name=cnn", "sync_bn=true", "optimizer.lr=0.001"], marks=pytest.mark.full),
+        pytest.param(2, [*SYNC, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
         pytest.param(2, [*CNN, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
+        pytest.param(2, SYNC, marks=pytest.mark.full),
     ],
 )
 def test_compressed_gradients_train_as_single_does_and_keep_replicas_alike(ranks, words, folder):

@@ -105,16 +105,6 @@ def test_every_number_of_dimensions(shape):
     agree(ours.layer, theirs)
 
 
-def test_without_deferring_the_variance_is_off():
-    """What there would be without this room: momentum forgets early micro-batches, none sees how they differ."""
-    whole, micro = norm(momentum=None), norm(momentum=None)
-    whole(batch())
-    for piece in batch().split(EVEN):
-        micro(piece)
-    assert (micro.running_var / whole.running_var).max() < 0.75
-    assert micro.num_batches_tracked == 3
-
-
 def test_a_mini_batch_that_is_given_up_leaves_no_trace():
     ours = deferred(norm(momentum=0.3))
     before = statistics(ours.layer)

@@ -1,4 +1,4 @@
-"""Freezing, shares of the learning rate, Muon and LARS: in every mode through the real command line, as in `single`."""
+"""Freezing, shares of the learning rate, Muon: in every mode through the real command line, as in `single`."""
 
 import re
 from functools import cache

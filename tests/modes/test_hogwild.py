@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from tests import warm
-from tests.command_line import QUIET, environment, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, environment, ok, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import gathered, on_ranks
-from trainer import train
 from trainer.errors import SetupError
 from trainer.modes.hogwild import mapped, zeros
 from trainer.processes.family import RANK_NAME
@@ -81,15 +80,6 @@ def test_where_memory_cannot_be_shared(monkeypatch):
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------
-
-
-def test_one_process_is_single(tmp_path, here):
-    words = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=30", "batch_size=32"]
-    words += ["epochs=3", "threads=1", "ema=0.9", *QUIET]
-    for mode in ("single", "hogwild"):
-        train(load(None, f"mode={mode}", *words, f"output={tmp_path / mode}"))
-    assert losses(tmp_path / "hogwild") == pytest.approx(losses(tmp_path / "single"), rel=1e-6)
-    assert result(tmp_path / "hogwild")["val_loss"] == pytest.approx(result(tmp_path / "single")["val_loss"], rel=1e-6)
 
 
 WATCHED = """
@@ -177,10 +167,3 @@ def wait_for(condition, seconds=90):
 def test_a_gpu_is_refused():
     done = trainer("recipe=digits_hogwild", "devices=[cuda:0]")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_compile(tmp_path):
-    words = ["recipe=digits_hogwild", "nproc=2", "epochs=4", "compile=true", *QUIET]
-    ok(*words, f"output={tmp_path / 'run'}", timeout=600)
-    assert result(tmp_path / "run")["val_top1"] > 0.8

@@ -31,9 +31,8 @@ def spoken(known, capsys, name="r"):
     facts |= {"folder": "x", **known}
     world = SimpleNamespace(devices=("cpu:0", "cpu:1"))
     tracker.path = "my run"
-    banner.say(
-        SimpleNamespace(tracker=tracker, facts=facts, world=world, recipe=SimpleNamespace(name=name, mode="ddp"))
-    )
+    observer, recipe = SimpleNamespace(facts=facts), SimpleNamespace(name=name, mode="ddp")
+    banner.say(SimpleNamespace(tracker=tracker, observer=observer, world=world, recipe=recipe))
     return capsys.readouterr().out.splitlines()
 
 
@@ -93,19 +92,6 @@ def test_what_it_computes_in_is_told_by_a_run_of_a_long_name(tmp_path):
     head, *_ = ok(*words, cwd=tmp_path).stdout.splitlines()
     assert head.endswith("bf16, channels_last") and len(head) <= COLUMNS and "the_one" in head
     assert result(tmp_path / "run")["facts"]["computes"] == "bf16, channels_last"
-
-
-def test_a_single_note_may_take_what_room_there_is(capsys):
-    lines = spoken({"note": "one two three four five six seven " * 5}, capsys)
-    assert len(lines) == LINES and " ".join(" ".join(lines[4:7]).split()).count("seven") == 5
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [(["cpu"], "cpu"), (["cuda:0"], "cuda:0"), (["cuda:0", "cuda:1"], "2 x cuda"), (["cuda:0", "cpu"], "cuda:0, cpu")],
-)
-def test_devices(devices, words):
-    assert banner.few_names(devices) == words
 
 
 def test_it_is_in_the_folder_from_the_first_step_on(tmp_path):

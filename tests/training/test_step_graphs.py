@@ -42,10 +42,7 @@ CASES = {
     "an odd buffer": f"model.name=expanded {SGD}",
     "patience": f"{SGD} stop.patience=1 epochs=4",
 }
-SLOW = {
-    "vit": f"model.name=vit_tiny {ADAMW}",
-    "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2",
-}
+SLOW = {"vit": f"model.name=vit_tiny {ADAMW}", "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2"}
 ELSEWHERE = {
     "graphs": "all that is here",
     "compile": "of cards: a tape does not see the kernels of compiled code",
@@ -140,17 +137,6 @@ def test_a_run_goes_on_in_mid_epoch(ways, tmp_path):
     assert differences(whole, left) == []
     whole.figures = every
     assert left.replays > 8 or second == "graphs=false"
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_twenty_times(tmp_path):
-    words = f"{SGD} ema=0.9 data.samples=120 save.every_steps=1 augment.mixup=0.2"
-    picked = sorted(random.Random(0).sample(range(1, 30), 20))
-    stops = [(step, f"graphs={random.Random(step).choice(['true', 'auto', 'false'])}") for step in picked]
-    left, whole = continued(words, tmp_path, [*stops, (None, "graphs=true")]), launched(words)
-    assert {name: tensor.tolist() for name, tensor in whole.tensors.items()} == {
-        name: tensor.tolist() for name, tensor in left.tensors.items()
-    }
 
 
 # The faster way.

@@ -40,38 +40,6 @@ def reference(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ddp_has_the_losses_of_single(reference, ranks, tmp_path, full):
-    if ranks == 4 and not full:
-        pytest.skip("two ranks in the fast tests: --all")
-    ok(*SAME, "mode=ddp", f"nproc={ranks}", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
-    assert len(losses(reference)) == 20
-    ours, single = result(tmp_path / "run"), result(reference)
-    assert ours["world_size"] == ranks and len(ours["devices"]) == ranks
-    assert ours["val_top1"] == single["val_top1"]
-    assert ours["val_loss"] == pytest.approx(single["val_loss"], rel=1e-4)
-
-
-@pytest.mark.full("test_modes.py tries each option in each mode")
-def test_everything_at_once_over_two_ranks(tmp_path):
-    """Accumulation, clipping, mixup, smoothing, averaging: the same numbers on one process and two."""
-    words = [
-        *SAME,
-        "model.name=vit_tiny",
-        "optimizer.name=adamw",
-        "accumulate=2",
-        "clip_grad_norm=0.5",
-        "augment.mixup=0.3",
-    ]
-    words += ["augment.cutmix=1.0", "loss.label_smoothing=0.1", "ema=0.9", "augment.hflip=0.5"]
-    ok(*words, "mode=single", f"output={tmp_path / 'one'}")
-    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'two'}")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
-    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.full
 def test_sync_bn_sees_the_global_batch(tmp_path):
     words = ["recipe=digits", "augment.crop=none", "max_steps=5", "optimizer.lr=0.01", *QUIET]
@@ -82,14 +50,6 @@ def test_sync_bn_sees_the_global_batch(tmp_path):
     assert losses(tmp_path / "apart") != pytest.approx(losses(tmp_path / "one"), rel=1e-4), "without it the shards show"
     one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(one["1.running_var"], two["1.running_var"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.full("test_modes.py tries each option in each mode")
-def test_lower_precision_stays_near(reference, precision, tmp_path):
-    ok(*SAME, "mode=single", "model.name=cnn_gn", f"precision={precision}", f"output={tmp_path / 'run'}")
-    found = losses(tmp_path / "run")
-    assert found == pytest.approx(losses(reference), rel=2e-2) and found != losses(reference)
 
 
 @pytest.mark.full("compiling takes a minute and a C++ compiler")
@@ -442,16 +402,6 @@ def test_not_finite_stops_all_before_the_update(tmp_path):
     assert done.returncode == 5 and "not finite" in done.stderr and "Traceback" not in done.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     assert result(tmp_path / "run")["status"] == "failed"
-
-
-@pytest.mark.parametrize(("fault", "code"), [pytest.param("oom@1:3", 6, marks=pytest.mark.full), ("kill@1:3", 7)])
-def test_a_failing_rank_ends_all_with_its_own_code(fault, code, tmp_path):
-    begun = time.monotonic()
-    done = trainer(
-        "recipe=digits", "mode=ddp", "nproc=2", *QUIET, f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": fault}
-    )
-    assert done.returncode == code, done.stderr
-    assert time.monotonic() - begun < 60 and "Traceback" not in done.stderr
 
 
 CHILDREN_OF_A_PLUGIN = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.command_line import environment, ok, told_to_type, trainer
+from tests.command_line import environment, ok, trainer
 from tests.commands.submit.test_slurm import HOPELESS
 from trainer import __main__ as cli
 from trainer import load_recipe
@@ -70,16 +70,6 @@ def refused(*words: str) -> str:
 def test_what_is_wrong_is_one_line(words: list[str], said: str) -> None:
     last = {word.partition("=")[0]: word for word in words}  # each key once
     assert said in refused(*last.values())
-
-
-def test_the_command_line_answers_slips_with_a_line_that_works() -> None:
-    done = trainer("submit", *SLURM, "--lr", "0.1")
-    assert done.returncode == 2, done.stdout
-    told = told_to_type(done.stderr)
-    assert told and "submit slurm" in told[0] and "optimizer.lr=0.1" in told[0]
-    subprocess.run(["bash", "-c", told[0].replace("python", sys.executable, 1)], env=environment(), check=True)
-    assert "submit slurm" in told_to_type(trainer("submit").stderr)[0]
-    assert "submit slurm" in trainer("sbatch").stderr
 
 
 def test_no_gpu_and_no_torch_are_needed() -> None:

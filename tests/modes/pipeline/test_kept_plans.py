@@ -78,31 +78,18 @@ def test_a_damaged_file_is_measured_anew(damage, tried):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"words": ["batch_size=96"]},
-        {"words": ["precision=bf16"]},
-        {"words": ["compile=true"]},
-        {"words": ["channels_last=false"]},
-        {"words": ["model.name=cnn_gn"]},
-        {"words": ["pipeline.recompute=true"]},
-        {"frozen": True},
+        *("batch_size=96", "precision=bf16", "compile=true", "channels_last=false", "model.name=cnn_gn"),
+        *("pipeline.recompute=true", "frozen", "another processor"),
     ],
-    ids=str,
 )
 def test_another_pipeline_is_measured(changed, tried, monkeypatch):
     monkeypatch.setattr(stages.Staged, "build", lambda *_: None)
     run()
     measured = len(tried)
-    run(*changed.get("words", []), frozen=changed.get("frozen", False))
-    assert len(tried) > measured
-
-
-def test_so_are_other_devices(tried, monkeypatch):
-    run()
-    measured = len(tried)
-    monkeypatch.setattr("trainer.modes.pipeline.kept_plans.processor", lambda: "another processor")
-    run()
-    assert len(tried) > measured
-    assert len(kept()) == 2
+    if changed == "another processor":
+        monkeypatch.setattr("trainer.modes.pipeline.kept_plans.processor", lambda: changed)
+    run(*[changed] * ("=" in changed), frozen=changed == "frozen")
+    assert len(tried) > measured and len(kept()) == 2
 
 
 def test_what_is_typed_is_neither_measured_nor_kept(tried):

@@ -8,49 +8,15 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.modes import odd_models
 from tests.modes.pipeline.test_streams import CPU, ROWS, digits, staged
 from trainer.errors import RecipeError
 from trainer.models import equivalence
 from trainer.modes.pipeline import stage_proof, stages
 
 
-class Base(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.norm, self.out = (
-            nn.Linear(64, 16),
-            nn.Linear(16, 16),
-            nn.BatchNorm1d(16),
-            nn.Linear(16, 10),
-        )
-        self.count = 0
-
-    def body(self, x):
-        return torch.tanh(self.b(torch.tanh(self.a(x.flatten(1)))))
-
-    def forward(self, x):
-        return self.out(self.norm(self.body(x)))
-
-
-class NoGrad(Base):
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.body(x)
-        return self.out(x)
-
-
-class Drawing(Base):
-    def forward(self, x):
-        return super().forward(x) * (np.random.uniform(0.5, 1.5) if self.training else 1)
-
-
-class OwnGenerator(Base):
-    def __init__(self):
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def forward(self, x):
-        return super().forward(x) * (self.generator.uniform(0.5, 1.5) if self.training else 1)
+class Base(odd_models.Normed):
+    count = 0
 
 
 class Annealed(Base):
@@ -61,18 +27,6 @@ class Annealed(Base):
         return super().forward(x) * (2 if self.count > 1000 else 1)
 
 
-class Teacher(Base):
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(64, 16).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for mine, his in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
-                mine.data = mine.data.lerp(his.data, 0.1)
-        return self.out(self.body(x) + self.teacher(x.flatten(1)))
-
-
 class InFullPrecision(Base):
     def forward(self, x):
         x = self.body(x)
@@ -81,22 +35,18 @@ class InFullPrecision(Base):
         return self.out(x)
 
 
-class OwnTrain(Base):
-    def train(self, mode=True):
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-
 def hooked(register, hook):
     model = Base()
     register(model, hook)
     return model
 
 
-REFUSED = {"NoGrad": NoGrad, "Drawing": Drawing, "OwnGenerator": OwnGenerator, "Annealed": Annealed, "Teacher": Teacher}
+REFUSED = {
+    **{name: odd_models.ODD[name] for name in ("NoGrad", "NumpyDraw", "OwnNumpy", "Teacher")},
+    "Annealed": Annealed,
+}
 KEPT = {
-    "own train": OwnTrain,
+    "own train": odd_models.OwnTrain,
     "hook": lambda: hooked(nn.Module.register_forward_hook, lambda m, args, out: out * 0.3),
     "hook before": lambda: hooked(nn.Module.register_forward_pre_hook, lambda m, args: (args[0] * 0.3,)),
     "hook of a part": lambda: nn.Sequential(
@@ -193,5 +143,5 @@ def test_where_memory_does_not_suffice_it_is_told(monkeypatch):
 
     monkeypatch.setattr(stage_proof, "observe", full)
     said = []
-    staged(NoGrad(), [CPU, CPU], "mode=split", say=said.append)
+    staged(odd_models.NoGrad(), [CPU, CPU], "mode=split", say=said.append)
     assert any(line.startswith("WARNING") for line in said)

@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
@@ -87,26 +86,6 @@ def test_as_the_whole_model(name, stages, words):
     same_as_whole(model, staged(model, (CPU,) * stages, words), digits())
 
 
-@pytest.mark.parametrize("mode", ["split", "pipeline"])
-def test_a_batch_of_one(mode):
-    model = made("cnn_gn")
-    same_as_whole(model, staged(model, (CPU, CPU), f"mode={mode}", shape=(1, 1, 8, 8)), digits(1))
-
-
-def test_fewer_images_than_micro_batches():
-    """Whoever evaluates may bring smaller batches."""
-    model = made("vit_tiny")
-    strategy = staged(model, (CPU, CPU), "pipeline.microbatches=5")
-    same_as_whole(model, strategy, digits(3))
-
-
-@pytest.mark.parametrize("words", ["mode=split", "pipeline.split_size=3"])
-def test_soft_targets(words):
-    model = made("cnn_gn")
-    soft = torch.rand(ROWS, 10).softmax(1)
-    same_as_whole(model, staged(model, (CPU, CPU), words), Batch(digits().inputs, soft, ROWS))
-
-
 def test_bf16_and_a_scaled_loss():
     model = made("cnn_gn")
     words = "precision=bf16 pipeline.microbatches=2"
@@ -119,6 +98,24 @@ def test_bf16_and_a_scaled_loss():
     (8 * expected).backward()
     found = gradients(strategy.named_parameters().items())
     torch.testing.assert_close(found, gradients(model.named_parameters()), rtol=0.2, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "soft"),
+    [
+        ("mode=split", 1, False),
+        ("pipeline.microbatches=1", 1, False),
+        ("pipeline.microbatches=5", 3, False),  # whoever evaluates may bring smaller batches
+        ("mode=split", ROWS, True),
+        ("pipeline.split_size=3", ROWS, True),
+    ],
+)
+def test_small_batches_and_soft_targets(words, rows, soft):
+    model, batch = made("cnn_gn"), digits(rows)
+    if soft:
+        batch = Batch(batch.inputs, torch.rand(rows, 10).softmax(1), rows)
+    shape = (1 if rows == 1 else ROWS, 1, 8, 8)
+    same_as_whole(model, staged(model, (CPU, CPU), words, shape=shape), batch)
 
 
 # BatchNorm's running statistics.
@@ -205,56 +202,6 @@ def test_what_is_said_of_micro_batches(words, said, facts):
     assert strategy.figures() == {}
 
 
-@pytest.mark.slow
-def test_automatic_micro_batches_are_found_once():
-    model, said = made("cnn_gn"), []
-    world = World(Place(), CPU, 1, ("cpu", "cpu"), (CPU, CPU))
-    recipe = load(None, "mode=pipeline", "batch_size=32")
-    first = mode_of(recipe, world, (32, 1, 8, 8), say=said.append)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first.setup(copy.deepcopy(model))
-    assert len(said) == 1 and "measuring" in said[0] and first.known["trials"]
-    torch.testing.assert_close({**first.named_parameters(), **first.named_buffers()}, before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in first.named_parameters().values())
-    second = mode_of(recipe, world, (32, 1, 8, 8), say=said.append, known=first.known)
-    second.setup(copy.deepcopy(model))
-    assert second.plan == first.plan and len(said) == 1
-
-
-# TECHNIQUES.md E.1.
-
-
-def test_a_toy_model_of_two_halves_trains():
-    torch.manual_seed(0)
-    toy = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
-    strategy = staged(toy, (CPU, CPU), "mode=split", shape=(20, 10))
-    assert [sorted(stage.state_dict()) for stage in strategy.stages.values()] == [
-        ["0.bias", "0.weight"],
-        ["2.bias", "2.weight"],
-    ]
-    optimizer = torch.optim.SGD(strategy.named_parameters().values(), lr=0.5)
-    inputs, targets = torch.randn(20, 10), torch.arange(20) % 5
-    losses = []
-    for _ in range(100):
-        optimizer.zero_grad()
-        losses.append(strategy.forward_backward(Batch(inputs, targets, 20), 1 / 20).item())
-        optimizer.step()
-    assert losses[0] > 1.5 and losses[-1] < 0.1
-
-
-@pytest.mark.full("a large one of what is above")
-def test_resnet50_over_two_devices_gives_the_outputs_of_one():
-    torch.manual_seed(0)
-    model = torchvision.models.resnet50(num_classes=10).eval()
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        expected = model(images)
-    for words in ("mode=split", "pipeline.microbatches=2"):
-        strategy = staged(model, (CPU, CPU), f"{words} pipeline.cuts=[layer2]", shape=(2, 3, 64, 64))
-        strategy.train(False)
-        torch.testing.assert_close(strategy.forward(images), expected, rtol=1e-4, atol=1e-5)
-
-
 # On a GPU.
 
 CARD = torch.device("cuda", 0)
@@ -275,14 +222,18 @@ def exact(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny"])
 @pytest.mark.parametrize(
     "words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 pipeline.recompute=true"]
 )
-def test_as_the_whole_model_on_a_gpu(name, words, exact):
+def test_as_the_whole_model_on_gpus(name, words, cards, exact):
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} CUDA devices")
+    drives = (CARD, torch.device("cuda", cards - 1))
     model = made(name)
-    strategy = staged(model, (CARD, CARD), words)
-    assert {p.device for p in strategy.named_parameters().values()} == {CARD}
+    strategy = staged(model, drives, words)
+    assert {p.device for p in strategy.named_parameters().values()} == {*drives}
     same_as_whole(model, strategy, digits(device=CARD), 1e-4)
 
 
@@ -296,18 +247,6 @@ def test_late_copies_change_nothing(exact, slow_copies):
         for parameter in strategy.named_parameters().values():
             parameter.grad = None
         same_as_whole(model, strategy, digits(device=CARD, number=number), 1e-4)
-
-
-@pytest.mark.gpu
-def test_over_all_gpus(exact):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    drives = tuple(torch.device("cuda", index) for index in range(2))
-    model = made("cnn_gn")
-    for words in ("mode=split", "pipeline.microbatches=5"):
-        strategy = staged(model, drives, words)
-        assert {p.device for p in strategy.named_parameters().values()} == set(drives)
-        same_as_whole(model, strategy, digits(device=drives[0]), 1e-4)
 
 
 class Long(nn.Module):

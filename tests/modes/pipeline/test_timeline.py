@@ -37,11 +37,7 @@ def test_the_spans_of_each_step(clock):
             work(recorder, clock, 1, second, 1)
         work(recorder, clock, 1, third, 3)  # a step's last piece of work
     assert recorder.steps() == [
-        [
-            Span(0, first, begun, begun + 2),
-            Span(1, second, begun + 7, begun + 8),
-            Span(1, third, begun + 8, begun + 11),
-        ]
+        [Span(0, first, begun, begun + 2), Span(1, second, begun + 7, begun + 8), Span(1, third, begun + 8, begun + 11)]
         for begun in (100.0, 200.0)
     ]
     assert recorder.steps() == []  # looked at once, forgotten
@@ -56,16 +52,6 @@ def test_the_last_few_steps_are_kept(clock):
     found = recorder.steps()
     assert [steps[0].action.microbatch for steps in found] == list(range(3, KEPT + 3))
     assert [steps[0].begin for steps in found] == list(range(3, KEPT + 3))
-
-
-def test_tasks_without_a_step_and_steps_without_a_task_are_none(clock):
-    recorder = Recorder((CPU,))
-    work(recorder, clock, 0, Action("F", 0, 0), 1)  # an evaluation
-    with recorder.step():
-        pass
-    assert recorder.steps() == []
-    work(recorder, clock, 0, Action("F", 0, 0), 1)  # after a look, before the next step
-    assert recorder.steps() == []
 
 
 def test_a_task_that_fails_is_not_recorded(clock):

@@ -149,3 +149,9 @@ def test_the_picture_for_newcomers_is_of_this_house():
     page = (PROJECT / ".github" / "CONTRIBUTING.md").read_text()
     for part in (picture(), table()):
         assert part in page, f"python -m tests.house prints:\n{part}"
+
+
+def test_the_house_does_not_grow():
+    """Beyond the number that CONTRIBUTING has."""
+    (most,) = re.findall(r"at most ([\d,]+) lines", (PROJECT / ".github" / "CONTRIBUTING.md").read_text())
+    assert sum(len(path.read_text().splitlines()) for path in HOME.rglob("*.py")) <= int(most.replace(",", ""))

@@ -48,5 +48,5 @@ def test_the_script_that_pip_makes_says_how_to_type_it(tmp_path):
     script.write_text(f"#!{sys.executable}\nfrom trainer.__main__ import main\nmain()\n")
     script.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT), "HOME": str(tmp_path)}
-    done = subprocess.run(["trainer", "digits"], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.endswith("type trainer recipe=digits\n"), done.stderr
+    done = subprocess.run(["trainer", "plan"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("type trainer plan recipe=digits\n"), done.stderr

@@ -123,7 +123,6 @@ def test_names_cannot_move_the_cursor_of_the_terminal(tmp_path):
         ["evaluate", f"checkpoint={run}"],
         ["evaluate", f"checkpoint={run}", "data.root=\x1b[Hno"],
         ["predict", f"checkpoint={run}", "data.root=new", "output=out\x1b[C"],
-        ["predict", f"checkpoint={run}", "data.root=new", "output=out\x1b[C"],
         ["runs"],
         ["runs", "show", run],
         ["plan", *train],

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,8 @@ WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its s
 @cache
 def font(size: int) -> Any:
     """Matplotlib's own, which has the letters of most languages."""
-    import matplotlib
-
-    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", size)
+    (home,) = find_spec("matplotlib").submodule_search_locations  # type: ignore[union-attr, misc]
+    return ImageFont.truetype(f"{home}/mpl-data/fonts/ttf/DejaVuSans.ttf", size)
 
 
 def one_line(words: str) -> str:

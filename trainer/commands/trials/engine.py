@@ -267,7 +267,8 @@ def claim(
             raise error
         begun = {**usable_json(path / file), "asked": asked, **({"command": command} if command else {})}
         write_atomically(path / file, json.dumps(begun, indent=2) + "\n")
-        with what_is_done_is_kept(AGAIN if resume is None else f"output={path} resume=auto continues it"):
+        again = AGAIN if resume is None else f"output={path} resume=auto continues it"
+        with what_is_done_is_kept(f"what was done is kept; {again}"):
             yield path
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
@@ -74,12 +74,12 @@ def dress(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def save_picture(figure: Any, path: Path | BinaryIO) -> None:
+def save_picture(figure: Any, path: Path) -> None:
     """Write the picture, transparent."""
     figure.savefig(path, dpi=150, transparent=True)
 
 
-def bars(path: Path | BinaryIO, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
+def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
     """Horizontal bars with whiskers of one standard deviation, the first on top, as many as there are."""
     figure, (axes,) = canvas(8.5, 1.1 + 0.42 * len(rows))
     axes.grid(False, axis="y")

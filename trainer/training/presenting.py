@@ -143,7 +143,9 @@ def timeline(run: Run) -> None:
     """The pipeline's, as drawn in the run folder at the end of the last epoch."""
     path = run.tracker.path
     if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
-        _picture(run, "timeline", gallery.EncodedImage((path / "timeline.png").read_bytes()), run.state.position.step)
+        encoded = (path / "timeline.png").read_bytes()
+        size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
+        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.state.position.step)
 
 
 def end(run: Run, result: Result, verdict: Verdict | None) -> None:

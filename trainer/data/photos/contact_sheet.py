@@ -72,21 +72,25 @@ def drawn(part: EncodedPhotos | ImageSet, labels: Array, data: Datasets, recipe:
     across = max(NAMES + len(columns) * width, gallery.text_width(title, TEXT) + MARGIN)
     canvas = Image.new("RGB", (across + MARGIN, 2 * TEXT + len(classes) * height + MARGIN), "white")
     paper = ImageDraw.Draw(canvas)
-    gallery.write(paper, (MARGIN, MARGIN), title, size=TEXT)
+    _write(paper, (MARGIN, MARGIN), title)
     for row, (label, samples) in enumerate(zip(classes, members, strict=True)):
         below = 2 * TEXT + row * height + side // 3
-        name = gallery.fit(data.classes[label], NAMES - 2 * MARGIN, size=TEXT)
-        gallery.write(paper, (MARGIN, below), name, size=TEXT)
-        gallery.write(paper, (MARGIN, below + TEXT + 4), f"{len(samples):,} images", size=TEXT)
+        _write(paper, (MARGIN, below), gallery.fit(data.classes[label], NAMES - 2 * MARGIN, size=TEXT))
+        _write(paper, (MARGIN, below + TEXT + 4), f"{len(samples):,} images")
     for column, photos in enumerate(columns):
         for row, photo in photos.items():
             left, top = NAMES + column * width, 2 * TEXT + row * height
             if photo.image is None:
-                gallery.write(paper, (left, top + side // 3), "cannot be read", "red", TEXT)
+                _write(paper, (left, top + side // 3), "cannot be read", "red")
             else:
                 canvas.paste(_cell(photo.image, side), (left, top))
-            gallery.write(paper, (left, top + side + 1), gallery.fit_end(photo.name, side, SMALL), "gray", SMALL)
+            _write(paper, (left, top + side + 1), gallery.fit_end(photo.name, side, SMALL), "gray", SMALL)
     return canvas
+
+
+def _write(paper: ImageDraw.ImageDraw, at: tuple[int, int], words: str, ink: str = "black", size: int = TEXT) -> None:
+    written, font = gallery.font_for(words, size)
+    paper.text(at, written, ink, font)
 
 
 def _columns(

@@ -48,7 +48,8 @@ IN_OTHERS = """
 net = Net()
 before = net[1].weight.detach().clone()
 found = trainer.train(
-    model=net, data=(Mine(), Mine()), epochs=2, mode="ddp", nproc=2, output="others", on_epoch=lambda end: end.log("epoch", end.epoch), **quick
+    model=net, data=(Mine(), Mine()), epochs=2, mode="ddp", nproc=2, output="others",
+    on_epoch=lambda end: end.log("epoch", end.epoch), **quick
 )
 found["world_size"], found["logged"]["epoch"], torch.equal(before, net[1].weight)
 """

@@ -16,7 +16,9 @@ from tests.commands.compare.listing import SMALL
 from tests.commands.trials.stand_in import clock_of
 from tests.typed import odd
 from trainer.commands import compare
+from trainer.commands.compare import comparing, entries
 from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
+from trainer.commands.compare.entries import parse_sweep
 from trainer.commands.compare.ranking import STAND_IN
 from trainer.commands.trials import engine
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
@@ -276,3 +278,28 @@ def test_through_the_command_line(full, tmp_path):
     assert refused["exit_code"] == 2 and "sync_bn=true " in refused["error"]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"compare.png", "memory.png", "loss.png"}
     assert "no difference shown" in done.stdout and not done.stderr
+
+
+def test_close_ones_are_not_ranked(machine):
+    report, table = compared("single", "pipeline", repeats=5)
+    assert table["pipeline"]["compared"]["verdict"] == "no difference shown"
+    assert "single and pipeline" in report["conclusion"][0]
+
+
+def test_a_crash_asks_for_no_more_repeats(machine):
+    machine.faults["ddp/2"] = 5
+    report, _ = compared("single", "ddp", "split", repeats=None)
+    assert report["repeats"] == 5 and not any("ddp" in sentence for sentence in report["conclusion"])
+
+
+def test_models_that_a_sweep_changes_are_judged_each_by_its_parts():
+    found = entries.entries("digits", [], ["ddp"], parse_sweep("model.name:[cnn_gn,resnet20]"))
+    assert [row.parts for row in comparing.rows_of(found)] == [[], ["batch norm"]]
+
+
+def test_what_failed_is_tried_again(machine):
+    machine.faults["ddp/1"] = 5
+    compared("single", "ddp", repeats=2)
+    machine.ran.clear()
+    _, table = compared("single", "ddp", repeats=2, resume="auto")
+    assert machine.ran == ["ddp/1", "ddp/2"] and table["ddp"]["error"] is None

@@ -138,3 +138,10 @@ def test_a_bubble_is_told_with_the_most_that_it_may_be(most, says, tmp_path):
     one.log("plan").write_text('{"prediction": {"bubble": 0.25}}')
     outcome = fast.bubble(one)
     assert outcome.line.startswith(says) and outcome.figures["bubble_at_most"] == most
+
+
+def test_the_best_settings_are_a_sentence(tmp_path):
+    best = {"batch": 64, "precision": "bf16", "compile": True, "tried": [{}, {}]}
+    check = next(check for check in checks(CPUS) if check.name == "settings resnet20")
+    line = check.run(runner(tmp_path, CPUS, [best])).line
+    assert "64 images per device in bf16, compiled" in line and "  " not in line

@@ -158,3 +158,8 @@ def test_the_picture_is_drawn_of_any_proof(changes, tmp_path):
     with Image.open(tmp_path / "proof.png") as picture:
         assert picture.mode == "RGBA" and picture.width > 1000 and picture.height > 600
         assert picture.getpixel((2, 2))[3] == 0, "it lies on any ground"
+
+
+def test_a_slow_device_alone_is_wrong_too(tmp_path):
+    proof = made(tmp_path, rates=wrong("cuda:1 is slow", "leave it out"))
+    assert proof["status"] == "wrong" and "cuda:1 is slow" in proof["sentence"]

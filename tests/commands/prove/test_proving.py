@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests import warm
-from tests.command_line import environment
-from tests.commands.prove.proofs import CHECKS, DEVICES, begin, faulty, found, proof, prove, row
+from tests.command_line import PROJECT, environment
+from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, faulty, found, proof, prove, row
 from trainer.commands.prove import proving
 from trainer.commands.prove.check_runner import Check, Outcome, measured, right
 
@@ -182,3 +182,9 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
     assert "[ 1/3] one ... WRONG: ValueError: not a number" in output and "two ... 3 images/s (0 s)" in output
     again = proving_of(tmp_path, checks, 5, monkeypatch)
     assert [check.name for check in again._waiting()] == ["one", "three"], "only what is done well is not done again"
+
+
+def test_faults_are_found_by_their_names():
+    text = (FAULTY / "sitecustomize.py").read_text()
+    assert all(f"def {fault}(" in text and f'"{fault}": ' in text for fault in [*FAULTS, "slow_readers"])
+    assert PROJECT in FAULTY.parents

@@ -191,3 +191,15 @@ def test_as_it_is_typed(tmp_path):
     assert last.startswith("python -m trainer recipe=digits")
     ok(*shlex.split(last)[3:], "output=again", "threads=1", cwd=tmp_path)
     assert result(tmp_path / "again")["best_top1"] == good["value"]
+
+
+def test_it_says_of_which_images_the_metric_is(machine, capsys):
+    swept(RATES, "output=out")
+    assert "test" not in capsys.readouterr().out
+    assert sweep.command(["recipe=mnist", RATES, "output=mnist"]) == 0
+    lines = json.loads(Path("mnist/sweep.json").read_text())["conclusion"]
+    assert "test images" in lines[0] and "optimistic" in lines[1]
+
+
+def test_one_seed_shows_no_difference(machine):
+    assert any("repeats=3" in line for line in swept(RATES)["conclusion"])

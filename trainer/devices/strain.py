@@ -30,7 +30,7 @@ class StrainMeter:
 
     def __init__(self, processes: int = 1) -> None:
         self._processes, self._begun = processes, time.perf_counter()
-        self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *_cores()
+        self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *core_seconds()
 
     def read(self) -> Strain:
         """What happened so far."""
@@ -39,7 +39,7 @@ class StrainMeter:
         return Strain(seconds, self._others(seconds, ready), min(1.0, ready / seconds))
 
     def _others(self, seconds: float, ready: float) -> float:
-        (busy, stolen), cores = _cores(), len(_affinity())
+        (busy, stolen), cores = core_seconds(), len(_affinity())
         if (stolen := (stolen - self._stolen) / cores) >= READY * seconds:  # by other machines of the same host
             return min(1.0, stolen / seconds)
         if ready < READY * seconds:  # also who uses few threads on purpose waits for no core
@@ -69,7 +69,7 @@ def _waits() -> dict[str, float]:
     return waits
 
 
-def _cores() -> tuple[float, float]:
+def core_seconds() -> tuple[float, float]:
     """Seconds that any program had of the cores of this process, and those that other machines stole."""
     busy = stolen = 0.0
     mine = {f"cpu{core}" for core in _affinity()}

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.devices import cards, host
+from trainer.devices.strain import core_seconds
 from trainer.processes import resources
 from trainer.processes.terminal import as_typed, say, styled
 from trainer.saving.files import csv_text, without_nan, write_atomically
@@ -123,12 +124,12 @@ class Others:
     """How many cores other programs kept busy since this was made."""
 
     def __init__(self) -> None:
-        self.begun, self.busy, self.ours = time.perf_counter(), _busy(), _ours()
+        self.begun, self.busy, self.ours = time.perf_counter(), core_seconds()[0], _ours()
 
     def cores(self) -> float | None:
         """None where the kernel does not tell, or this process may use only a part of the cores."""
-        now = _busy()
-        if now is None or self.busy is None or resources.cores() != os.cpu_count():
+        now = core_seconds()[0]
+        if not now or not self.busy or resources.cores() != os.cpu_count():
             return None
         return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
 
@@ -138,16 +139,6 @@ class Others:
         if cores is None or cores < BUSY:
             return []
         return [f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: compare again without them"]
-
-
-def _busy() -> float | None:
-    """Seconds that all cores together have worked since the machine started."""
-    try:
-        with open("/proc/stat") as stat:
-            user, nice, system, _, _, irq, softirq, *_ = map(int, stat.readline().split()[1:])
-        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
 
 
 def _ours() -> float:

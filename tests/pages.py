@@ -57,9 +57,9 @@ def reference_page() -> str:
     parts = [PAGE]
     for section, comment in sections().items():
         parts += [f"## {section}\n\n{comment}\n" if section else ""]
-        rows = ["| key and example | default | takes | meaning |", "| --- | --- | --- | --- |"]
+        rows = ["| key and example | default | meaning |", "| --- | --- | --- |"]
         for key in (key for key in keys().values() if key.section == section):
-            cells = (f"`{key.example}`", f"`{key.default}`", key.takes, key.comment)
+            cells = (f"`{key.example}`", f"`{key.default}`", key.comment + f" [{key.values}]" * bool(key.values))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(part for part in parts if part)

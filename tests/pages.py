@@ -18,9 +18,8 @@ PAGE = """\
 # Every key of a recipe
 
 A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
-lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. A key whose
-default is `null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
-`python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
+lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. In a terminal,
+`python -m trainer recipes keys NAME` shows a section or a key.
 """
 PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- end -->)", re.S)
 

@@ -18,9 +18,8 @@ PAGE = """\
 # Every key of a recipe
 
 A recipe is a YAML file of these keys. On the command line, write them as in the first column, and put quotes around
-lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. A key whose
-default is `null` also takes `null`. In a terminal, `python -m trainer recipes keys NAME` shows a section or a key, and
-`python -m trainer recipes NAME` prints a recipe with every key and where its value comes from.
+lists. A key that a recipe leaves out has the value of the recipe that it `extends`, or else its default. In a terminal,
+`python -m trainer recipes keys NAME` shows a section or a key.
 """
 PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
@@ -57,9 +56,9 @@ def reference_page() -> str:
     parts = [PAGE]
     for section, comment in sections().items():
         parts += [f"## {section}\n\n{comment}\n" if section else ""]
-        rows = ["| key and example | default | takes | meaning |", "| --- | --- | --- | --- |"]
+        rows = ["| key and example | default | meaning |", "| --- | --- | --- |"]
         for key in (key for key in keys().values() if key.section == section):
-            cells = (f"`{key.example}`", f"`{key.default}`", key.takes, key.comment)
+            cells = (f"`{key.example}`", f"`{key.default}`", key.comment + f" [{key.values}]" * bool(key.values))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(part for part in parts if part)

@@ -11,22 +11,17 @@ from tests.command_line import PROJECT, environment
 
 FOLDER = PROJECT / "tests" / "benchmarks"
 COMMANDS = [
-    "compare_verdicts.py --comparisons 1 --repeats 2 --steps 20 --batch 16",
     "fork_hang.py --rounds 1 --workers 1 --limit 5",
-    "goodput.py --minutes 1 --each 0.4",
     "images_per_second.py --model resnet18 --size 32 --batch 4 --steps 6 --rounds 1",
-    "launches.py --models cnn --modes single --batch 4",
     "loop_cost.py --steps 60 --pairs 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1 --megapixels 1",
     "pipeline_tuning.py --model resnet18 --size 64 --batch 48 --rounds 1",
     "plan_accuracy.py --rounds 1 --steps 4 --only resnet18",
     "pool.py tiny --items 2000 --rounds 1",
-    "slow_network.py resnet18 --batch 8 --size 32 --rounds 1 --rate none",
     "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",
-    "wrong_labels.py epochs=1",
 ]
 
 

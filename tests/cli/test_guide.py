@@ -59,26 +59,6 @@ def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
     assert len(str(told.value)) < 160
 
 
-@pytest.mark.parametrize(
-    ("asked", "topic", "line"),
-    [
-        ("longer", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
-        ("more epochs", "resume", "recipe=runs/first model.init_from=runs/first epochs=2 output=runs/longer"),
-        ("exit codes", "errors", "28"),
-        ("slurm", "nodes", "sbatch job.sbatch"),
-        ("kubernetes", "nodes", "kubectl apply -f job.yaml"),
-        ("options", "modes", "clip_grad_norm"),
-        ("result", "folder", "peak_memory_bytes"),
-        ("unproven", "tested", "TPUs"),
-    ],
-)
-def test_words_of_one_heading_print_its_section(asked: str, topic: str, line: str) -> None:
-    done = trainer("guide", *asked.split(), env={"TRAINER_COMMAND": "./launch.sh"})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert line in done.stdout and done.stdout.endswith(f"\nmore on this: ./launch.sh guide {topic}\n")
-    assert len(done.stdout) < len(guide.command([topic]))
-
-
 def test_a_word_that_is_nowhere() -> None:
     with pytest.raises(RecipeError, match=r"^'xyzzy' .*: type python -m trainer guide$"):
         guide.command(["xyzzy"])

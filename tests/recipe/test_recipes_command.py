@@ -16,7 +16,6 @@ def test_list_and_show_are_what_no_word_and_a_name_are() -> None:
     ("words", "expected"),
     [
         (["schema", "digits"], "recipes schema takes no words, as digits: type recipes schema > recipe.schema.json"),
-        (["digits", "nproc=2"], "nproc is not a key of a recipe; type it where you train: python -m trainer recipe="),
         (["key"], "recipes key: no such recipe; did you mean recipes keys?"),
         (["diff", "digits", "mnist"], "recipe=diff: no such recipe or file"),
         (["keys", "optimizer", "lr"], "recipes keys takes one section or key, not 2: type recipes keys optimizer"),

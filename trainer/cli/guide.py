@@ -32,7 +32,7 @@ def cells(row: str) -> list[str]:
 
 
 def command(words: Sequence[str]) -> str:
-    """The page of the topic that the words name, or the one section whose heading has them; without words, all topics.
+    """The page of the topic that the words name; without words, all topics.
 
     Raises:
         RecipeError: no such topic; the line names those nearest to it.
@@ -40,9 +40,6 @@ def command(words: Sequence[str]) -> str:
     asked = " ".join(words).strip().lower().removesuffix(".md")
     if not asked or asked == INDEX.lower():
         return _listed()
-    if asked not in topics() and (part := _section(asked)) is not None:
-        topic, text = part
-        return _as_started(topic, f"# {text.strip()}\n") + f"\nmore on this: {program()} guide {topic}\n"
     if asked not in topics():
         near = nearest_topics(asked)
         hint = f"; nearest: {', '.join(near)}" if near else ""
@@ -59,17 +56,6 @@ def topics() -> dict[str, str]:
 def page(topic: str) -> str:
     """A topic's page, in Markdown."""
     return (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
-
-
-def _section(asked: str) -> tuple[str, str] | None:
-    """The topic and text of the only section whose heading has all the words; None where there is none, or several."""
-    sections = [
-        (topic, part)
-        for topic in topics()
-        for part in page(topic).split("\n## ")[1:]
-        if set(asked.split()) <= set(re.findall(r"\w+", part.partition("\n")[0].lower()))
-    ]
-    return sections[0] if len(sections) == 1 else None
 
 
 def nearest_topics(asked: str) -> list[str]:

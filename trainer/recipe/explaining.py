@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.recipe.other_names import advice_on
-from trainer.recipe.text import flatten, misspelt, nearest, shown
+from trainer.recipe.text import nearest, shown
 
 # pydantic's types of error, as the words that follow "key=value must be".
 KINDS = {
@@ -29,7 +29,6 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-WORDS = ("nproc", "max_restarts", "plugin")  # of the command line, which belong to no recipe
 
 
 def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
@@ -75,18 +74,10 @@ def _choices(finding: ErrorDetails) -> list[str]:
 def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Sequence[str]) -> str:
     kind = first["type"]
     if kind == "extra_forbidden":
-        if key == "recipe":  # as it is called on the command line
-            return f"{key} is not a key; did you mean extends?"
-        if key in WORDS:
-            word = f"{key}={shown(first['input'])}"
-            return f"{key} is not a key of a recipe; type it where you train: python -m trainer recipe=NAME {word}"
         if key in defaults:  # a file writes its section
             section, _, last = key.rpartition(".")
             return f"{key} is not a key; write {section}: {{{last}: {shown(first['input'])}}}"
-        inner = next(iter(flatten({key: first["input"]})), key)  # a misspelt section is recognised by what it holds
-        meant = misspelt(key, top)
-        name = key if meant and f"{meant}{inner.removeprefix(key)}" in defaults else inner
-        return f"{name} is not a key; {advice_on(name, [*defaults, *top])}"
+        return f"{key} is not a key; {advice_on(key, [*defaults, *top])}"
     value = first["input"]
     typed = f"{key}={shown(value)}"
     if isinstance(value, Mapping) and value and key in defaults:
@@ -107,10 +98,6 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
     message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
     if key in defaults and defaults[key] is None:
         message += ", or null"
-    if kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
+    if kind in ("int_type", "float_type") and isinstance(value, str) and value.replace(".", "").isdigit():
         message += "; leave the quotes out"
-    if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float) and value.is_integer()):
-        message += f"; write {value:.0f}" if value == int(value) else ""
-    if kind == "string_type" and isinstance(value, int | float):
-        message += f"; put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'"
     return f"{typed} must be {message}"

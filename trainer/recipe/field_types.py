@@ -113,22 +113,12 @@ def _columns(value: Any) -> Any:
     return names if isinstance(value, list) else names[0]
 
 
-def _root(value: Any) -> Any:
-    """A list of shard files is what a shell writes with braces."""
-    if not isinstance(value, list) or not value or not all(isinstance(path, str) and path for path in value):
-        return value
-    if len(value) > 1:
-        raise ValueError("is one folder, file or pattern, as in '/data/train-*.tar', and no list")
-    return value[0]
-
-
 _COUNT = _auto_or_count(1, float("inf"), "must be auto or a number, as in 8")
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
 Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
-Root = Annotated[str | None, BeforeValidator(_root)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

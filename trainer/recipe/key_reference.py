@@ -16,7 +16,7 @@ from trainer.errors import RecipeError
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
 from trainer.recipe.other_names import OTHER_NAMES
 from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
-from trainer.recipe.reflection import READERS, defaults, unread
+from trainer.recipe.reflection import READERS, choices, defaults, unread
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
 from trainer.recipe.text import nearest, typed
 
@@ -73,11 +73,11 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, its default as typed, what it takes besides, its comment, and one way to set it."""
+    """One key: its dotted name, its default as typed, its values where there is a list, its comment, an example."""
 
     name: str
     default: str
-    takes: str
+    values: str
     comment: str
     example: str
 
@@ -93,8 +93,8 @@ def keys() -> dict[str, Key]:
     reference = {}
     for name, node in _leaves(properties):
         default = "none" if name == EXTENDS else typed(defaults()[name])
-        takes = _takes(node).removesuffix(" or null" if default == "null" else "")
-        reference[name] = Key(name, default, takes, node.get("description", ""), _example(name, node))
+        values = "" if _values(node) == [True, False] else ", ".join(choices().get(name, ()))
+        reference[name] = Key(name, default, values, node.get("description", ""), _example(name, node))
     return reference
 
 
@@ -118,7 +118,7 @@ def shown_keys(word: str | None = None) -> str:
         rows = [key for key in chosen if key.section == section]
         lines += [f"{section or 'recipe'}: {comment}"] if rows else []
         lines += [
-            f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.takes}, as in {key.example}]"
+            f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{key.values or f'as in {key.example}'}]"
             for key in rows
         ]
     return "\n".join(lines) + "\n"
@@ -155,25 +155,3 @@ def _values(node: Mapping[str, Any]) -> list[Any]:
     if node.get("type") == "boolean":
         return [True, False]
     return [*node.get("enum", ()), *([node["const"]] if "const" in node else [])]
-
-
-def _takes(node: Mapping[str, Any]) -> str:
-    """What a JSON Schema lets through, in words."""
-    if "enum" in node:
-        return ", ".join(map(str, node["enum"]))
-    if "const" in node:
-        return str(node["const"])
-    if "anyOf" in node and "type" not in node:
-        return " or ".join(map(_takes, node["anyOf"]))
-    kind = node.get("type")
-    if kind == "array":
-        return f"list of {_takes(node['items'])}".replace("number", "numbers") if "items" in node else "list"
-    if isinstance(kind, list):
-        return " or ".join(_takes({"type": each}) for each in kind)
-    words = {"integer": "integer", "number": "number", "boolean": "true, false", "string": "text"}
-    text = words.get(str(kind), str(kind))
-    low, above = node.get("minimum"), node.get("exclusiveMinimum")
-    high, below = node.get("maximum"), node.get("exclusiveMaximum")
-    limits = [f"from {low}" if low is not None else "", f"above {above}" if above is not None else ""]
-    limits += [f"to {high}" if high is not None else "", f"below {below}" if below is not None else ""]
-    return " ".join([text, *filter(None, limits)])

@@ -8,18 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
-from trainer.recipe.other_names import OTHER_NAMES
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import nearest
-
-# What programs hand to other trainers, with where it goes here.
-OBJECTS = {
-    "data=(train_set, val_set)": "train_set val_set train_loader val_loader dataset",
-    "model=net": "net",
-    "on_epoch=function": "callbacks",
-}
-ARGUMENTS = ("model", "data", "on_epoch", "on_step")
-INSTEAD = {name: instead for instead, names in OBJECTS.items() for name in names.split()}
 
 
 def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -70,8 +59,6 @@ def _plain(value: Any, key: str) -> Any:
     known = defaults()
     section: str | None = next((inner for inner in known if inner.startswith(f"{key}.")), None)
     if section is None and key not in known:
-        guess = INSTEAD.get(key.lower()) or nearest(key, ARGUMENTS)
-        guess = guess or (OTHER_NAMES.get(key.lower()) or nearest(key, known) or "").replace(".", "__")
-        raise RecipeError(f"{key}={name} is not a key" + (f": type {guess}" if guess else ""))
+        raise RecipeError(f"{key}={name} is not a key: what is no recipe's is model=net, data=(train, val), on_epoch=f")
     instead = f"set {section}= and the like, or {key}={{...}}" if section else "write numbers, text and lists"
     raise RecipeError(f"{key}={name} is not a value for a recipe: {instead}")

@@ -17,7 +17,6 @@ from trainer.errors import RecipeError
 from trainer.recipe.keywords import as_keyword, nested
 from trainer.recipe.recipe_files import (
     find,
-    key_lines,
     label_of,
     parent_of,
     read,
@@ -37,11 +36,10 @@ Source = str | Path | Mapping[str, Any] | Recipe | None
 
 
 class Layer(NamedTuple):
-    """Keys to merge, what messages call their source, and its file, where it is one."""
+    """Keys to merge, and what messages call their source."""
 
     label: str
     tree: Any
-    file: Path | None = None
 
 
 def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
@@ -65,10 +63,7 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
     labels = _origins(layers)
     sources = {key: name if label == YOURS else label for key, label in labels.items()}
     try:
-        try:
-            loaded = validated(plain, name, sources)
-        except RecipeError:
-            loaded = validated(plain, name, {**sources, **_places(layers)})  # again, with the line
+        loaded = validated(plain, name, sources)
         check_read(loaded, (key for key, label in labels.items() if label == YOURS))
         return loaded
     except RecipeError as error:
@@ -101,7 +96,7 @@ def _layers(recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]) -
         chain = _extended(label_of(path), _read(path), path.resolve())
         if fault := not_utf8(name):
             raise RecipeError(f"recipe={recipe}: {fault}")
-        chain[-1] = Layer(name, chain[-1].tree, path)
+        chain[-1] = Layer(name, chain[-1].tree)
     elif isinstance(recipe, Recipe):
         name, recipe = recipe._name, recipe.to_dict()
     elif recipe is not None and not isinstance(recipe, Mapping):
@@ -149,25 +144,13 @@ def _origins(layers: Iterable[Layer]) -> dict[str, str]:
     return sources
 
 
-def _places(layers: Iterable[Layer]) -> dict[str, str]:
-    """The file and line of each key that a file of the user's sets last."""
-    places: dict[str, str] = {}
-    for _, tree, file in layers:
-        lines = key_lines(file) if file is not None and label_of(file) not in shipped_recipes() else {}
-        for key in flatten(tree):
-            places.pop(key, None)
-            if key in lines:
-                places[key] = f"{file}, line {lines[key]}"
-    return places
-
-
 def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
     """A tree, from the file `path`, after the trees of all that it extends, farthest first, each with its name.
 
     Raises:
         RecipeError: a parent is not there, or extends its own child.
     """
-    chain, seen = [Layer(label, tree, path)], [path]
+    chain, seen = [Layer(label, tree)], [path]
     while EXTENDS in tree:
         parent = tree.pop(EXTENDS)
         if not isinstance(parent, str) or not parent:
@@ -177,7 +160,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
             circle = " -> ".join([*(Path(layer.label).name for layer in reversed(chain)), parent])
             raise RecipeError(f"{label}: extends forms a circle: {circle}")
         label, tree = label_of(path), _read(path)
-        chain.insert(0, Layer(label, tree, path))
+        chain.insert(0, Layer(label, tree))
         seen.append(path)
     return chain
 

@@ -38,7 +38,6 @@ class Traits:
     # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: dict[str, str] = field(default_factory=dict)
     refuses_processes: dict[str, str] = field(default_factory=dict)  # where it is over several of them
-    also_called: str = ""  # by other programs, lower case, without dashes and underscores
 
     @property
     def single_device(self) -> bool:
@@ -67,7 +66,6 @@ TRAITS: dict[str, Traits] = {
     "single": Traits(
         when=("one device. All other modes are tested against it",),
         reference=True,
-        also_called="none cpu onegpu singlegpu singledevice no",
     ),
     "dp": Traits(
         when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
@@ -79,14 +77,11 @@ TRAITS: dict[str, Traits] = {
             "compress": DDP_GRADIENTS,
             "graphs": "nn.DataParallel copies the model to other devices in every pass; use mode=ddp, or graphs=auto",
         },
-        also_called="dataparallel nn.dataparallel torch.nn.dataparallel",
     ),
     "ddp": Traits(
         when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
         processes="many",
         exchanges="gradients",
-        also_called="distributeddataparallel distributed ddpspawn dataparallelism multigpu auto torchrun ddpfork "
-        "ddpfindunusedparameterstrue ddpfindunusedparametersfalse",
     ),
     "split": Traits(
         when=(
@@ -96,7 +91,6 @@ TRAITS: dict[str, Traits] = {
         exchanges="activations",
         staged=True,
         refuses={"compress": DDP_GRADIENTS},
-        also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
         when=(
@@ -117,7 +111,6 @@ TRAITS: dict[str, Traits] = {
             "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
             "torchrun and nproc=, or graphs=auto",
         },
-        also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),
     "fsdp": Traits(
         when=("the model, its gradients and optimizer do not fit on one device. If they do, `ddp` is faster",),
@@ -128,7 +121,6 @@ TRAITS: dict[str, Traits] = {
             "compress": DDP_GRADIENTS,
             "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or graphs=auto",
         },
-        also_called="fsdp2 fullysharded fullyshardeddataparallel sharded",
     ),
     "local_sgd": Traits(
         when=(
@@ -146,7 +138,6 @@ TRAITS: dict[str, Traits] = {
             "compress": DDP_GRADIENTS,
             "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
-        also_called="localsgd local diloco postlocalsgd",
     ),
     "hogwild": Traits(
         when=("several CPU workers on one small model, which never wait for each other",),
@@ -162,7 +153,6 @@ TRAITS: dict[str, Traits] = {
             "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
             "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
-        also_called="async asgd asyncsgd hogwild",
     ),
 }
 MODES = tuple(TRAITS)

@@ -6,7 +6,7 @@ They are read so that nothing grows without limit.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from trainer.errors import RecipeError, without_secrets
 from trainer.recipe.reflection import is_text, kinds
 from trainer.recipe.text import nearest, one_line, shown, typed
 
-ENDINGS = (".yaml", ".yml")
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
@@ -79,10 +78,9 @@ def parent_of(name: str, label: str, child: Path | None) -> Path:
         for file in (shipped.get(name, beside), beside / "recipe.yaml"):
             if file.is_file():
                 return file.resolve()
-        ending = next((f"{name}{end}" for end in ENDINGS if (folder / f"{name}{end}").is_file()), None)
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
-    guess = ending or _nearest_shipped(name)
+    guess = _nearest_shipped(name)
     hint = f"did you mean extends: {guess}? " if guess else ""
     raise RecipeError(
         f"{label}: extends: {shown(name)} is neither a recipe nor a file in {folder.absolute()}; "
@@ -126,18 +124,6 @@ def stored(tree: Any) -> Any:
     return without_secrets(tree) if isinstance(tree, str) else tree
 
 
-def key_lines(path: Path) -> dict[str, int]:
-    """The line of each dotted key of a file that `read` has read."""
-    text = path.read_text(encoding="utf-8-sig")
-    return dict(_key_lines(yaml.compose(text, Loader=_loader()), ""))
-
-
-def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        yield f"{prefix}{key.value}", key.start_mark.line + 1
-        yield from _key_lines(value, f"{prefix}{key.value}.")
-
-
 def check_shape(text: str, name: str) -> None:
     """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
     depth = aliases = 0
@@ -160,13 +146,8 @@ def _explained(error: Exception, text: str) -> str:
         return one_line(error)
     problem, context = getattr(error, "problem", None) or one_line(error), getattr(error, "context", None) or ""
     if context.startswith("while scanning") or "flow" in context:  # there begins what is not ended
-        colon = "; write key: value, with a space after the colon" * ("':'" in problem)
-        return f"line {getattr(error, 'context_mark', mark).line + 1}: {context}, {problem}{colon}"
-    if "mapping values are not allowed" in problem:
-        problem += "; write a space after each colon, indent keys alike, and put a text with ': ' in it in quotes"
-    else:
-        problem += "; look at this line and those above it"
-    return f"line {mark.line + 1}: {problem}"
+        mark, problem = getattr(error, "context_mark", mark), f"{context}, {problem}"
+    return f"line {mark.line + 1}: {problem}; write key: value, indent keys alike, put a text with ': ' in quotes"
 
 
 def _loader() -> Any:

@@ -29,7 +29,6 @@ from trainer.recipe.field_types import (
     PixelRange,
     Positive,
     Probability,
-    Root,
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY
@@ -90,7 +89,7 @@ class DataRecipe(_Section):
     """The images."""
 
     name: str = key("digits", "digits, mnist, fashion_mnist, cifar10, cifar100, synthetic; yours: imagefolder, shards")
-    root: Root = key(
+    root: str | None = key(
         None, "folder of the images, or pattern of shards; null: ~/.cache/trainer, for downloads", "photos"
     )
     labels: str | None = key(None, "CSV file with the labels of each image; null: the names of folders", "labels.csv")

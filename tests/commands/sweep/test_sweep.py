@@ -21,9 +21,9 @@ from trainer.recipe import load
 RATES = "optimizer.lr=[0.01,0.1,1]"
 
 
-def swept(*words, code=0):
+def swept(*words, code=0, folder=None):
     assert sweep.command(["recipe=digits", *words]) == code
-    folder = "out" if "output=out" in words else "runs/sweep-digits"
+    folder = folder or ("out" if "output=out" in words else "runs/sweep-digits")
     return json.loads(Path(folder, "sweep.json").read_text())
 
 
@@ -94,8 +94,7 @@ def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):
     best, alike, worse = report["trials"]
     assert (best["trial"], best["compared"], alike["compared"]) == (2, None, "no difference shown")
     assert worse["compared"] == "worse" and best["std"] > 0
-    assert "trial 2 is shown to be better than trial 1" in report["conclusion"]
-    assert any("no difference shown between trial 2 and trial 3;" in line for line in report["conclusion"])
+    assert any("trial 2 is shown to be better than 1 of 2 others;" in line for line in report["conclusion"])
 
 
 def noise(words):
@@ -191,6 +190,25 @@ def test_as_it_is_typed(tmp_path):
     assert last.startswith("python -m trainer recipe=digits")
     ok(*shlex.split(last)[3:], "output=again", "threads=1", cwd=tmp_path)
     assert result(tmp_path / "again")["best_top1"] == good["value"]
+
+
+def test_speeds_are_measured_one_at_a_time_and_drawn_over_their_key(machine, tmp_path):
+    """The curve of a pipeline's micro-batches."""
+    words = ["mode=pipeline", "nproc=2", "pipeline.split_size=[8,16,32]", "max_steps=40", "metric=speed", "repeats=2"]
+    report = swept(*words, "output=out")
+    assert machine.most == 1 and len(machine.ran) == 6
+    assert machine.words[0]["nproc"] == "2" and machine.words[0]["save.every_epochs"] == "null"
+    assert report["metric"] == "images/s" and report["trials"][0]["value"] == pytest.approx(1010, rel=0.02)
+    assert all(row["compared"] in (None, "no difference shown") for row in report["trials"]), "they differ by chance"
+    assert (tmp_path / "out/sweep.png").stat().st_size > 5000
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    machine.ran.clear()
+    swept(*words, "output=out")
+    assert not machine.ran
+    with pytest.raises(FolderInUseError, match="other metric"):
+        swept(*words[:4], "repeats=2", "output=out")
+    machine.timed = False
+    assert "too short" in swept(*words, "output=short", code=2, folder="short")["trials"][0]["error"]
 
 
 def test_it_says_of_which_images_the_metric_is(machine, capsys):

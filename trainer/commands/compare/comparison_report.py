@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.commands.compare.entries import Entry, Sweep
+from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import Exactness
 from trainer.commands.trials.report import MachineFigures
 from trainer.commands.trials.significance import Difference
@@ -39,21 +39,6 @@ class Length:
         """All entries train as long."""
         steps = [f"max_steps={self.steps}", f"epochs={self.epochs}", f"logging.every_steps={self.every}"]
         return [*steps, "stop.patience=null"]
-
-
-@dataclass(frozen=True)
-class ComparisonRequest:
-    """What a comparison was asked for; `settings` are those of its recipe, resolved."""
-
-    recipe: str | dict[str, Any]
-    modes: list[str] | None
-    words: list[str]
-    sweep: str | None
-    nproc: int | None
-    plugin: str | None
-    steps: int | None
-    repeats: int | None
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +76,6 @@ class EntryFigures:
     entry: str
     mode: str
     words: list[str]
-    value: Any
     ranks: int
     threads: int
     devices: list[str] | None
@@ -123,14 +107,13 @@ class ComparisonReport:
     recipe: str
     status: str
     command: str
-    asked: ComparisonRequest
+    asked: dict[str, Any]  # what `compare` was asked for; `settings` are those of its recipe, resolved
     length: Length | None
     repeats: int
     steps: int | None
     warmup_steps: int
     batch_size: int
     model: str
-    sweep: Sweep | None
     entries: list[EntryFigures]
     pairs: list[Difference]
     conclusion: list[str]

@@ -39,7 +39,7 @@ def tabulate(
 def _figures(
     row: EntryRuns, rows: Sequence[EntryRuns], against: Mapping[tuple[str, str], Difference], is_fair: bool
 ) -> EntryFigures:
-    entry, reference = row.entry, _reference_of(row, rows)
+    entry, reference = row.entry, _reference_of(rows)
     pair = against.get((entry.name, reference.entry.name))
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
@@ -52,7 +52,6 @@ def _figures(
         entry=entry.name,
         mode=entry.mode,
         words=list(entry.words),
-        value=entry.value,
         ranks=entry.ranks,
         threads=entry.threads,
         devices=last.get("devices"),
@@ -81,11 +80,9 @@ def _figures(
     )
 
 
-def _reference_of(row: EntryRuns, rows: Sequence[EntryRuns]) -> EntryRuns:
-    """What an entry's ratio is to: single at the same swept value, else single, else the first entry of all."""
-    singles = [other for other in rows if other.entry.traits.reference]
-    same = [other for other in singles if other.entry.value == row.entry.value]
-    return (same or singles or [*rows])[0]
+def _reference_of(rows: Sequence[EntryRuns]) -> EntryRuns:
+    """What a ratio is to: single, else the first entry."""
+    return next((row for row in rows if row.entry.traits.reference), rows[0])
 
 
 def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:

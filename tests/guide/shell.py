@@ -169,7 +169,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_words(rest, SWEEP)
         repeats, trials = int(own.get("repeats", 1)), own.get("trials")
         try:
-            assert SearchSpace.of(own["recipe"], rest, repeats, int(trials) if trials else None, own.get("nproc"), None)
+            assert SearchSpace(own["recipe"], rest, repeats, int(trials) if trials else None, own.get("nproc"))
         except SetupError as error:
             assert "pip install optuna" in str(error)
     elif command == "plan":

@@ -15,8 +15,7 @@ from tests.commands.compare.listing import SMALL
 from tests.typed import odd
 from trainer.commands import compare
 from trainer.commands.compare import comparing, entries
-from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
-from trainer.commands.compare.ranking import STAND_IN
+from trainer.commands.compare.ranking import STAND_IN, ComparisonReport, EntryFigures
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
 from trainer.telemetry.events import read_events

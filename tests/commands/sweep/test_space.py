@@ -99,7 +99,7 @@ def test_a_range_has_a_scale_and_short_numbers_within_it():
 
 
 def of(*words: str, nproc: str | None = None, repeats: int = 1) -> SearchSpace:
-    return SearchSpace.of("digits", words, repeats, None, nproc, None)
+    return SearchSpace("digits", words, repeats, None, nproc, None)
 
 
 def test_trials_run_in_a_fixed_order_and_have_names():
@@ -153,7 +153,7 @@ def test_a_trial_has_one_device_where_that_computes_the_same():
 
 @pytest.mark.skipif(find_spec("optuna") is None, reason="pip install optuna")
 def test_ranges_are_sampled_some_twenty_times_unless_it_is_said():
-    assert SearchSpace.of("digits", ["optimizer.lr=0.001..1"], 1, None, None, None).count() == space.SAMPLED
-    assert SearchSpace.of("digits", ["optimizer.lr=0.001..1"], 1, 3, None, None).count() == 3
+    assert SearchSpace("digits", ["optimizer.lr=0.001..1"], 1, None, None, None).count() == space.SAMPLED
+    assert SearchSpace("digits", ["optimizer.lr=0.001..1"], 1, 3, None, None).count() == 3
     with pytest.raises(RecipeError, match=r"optimizer.lr=0 cannot run"):
-        SearchSpace.of("digits", ["optimizer.lr=0..1"], 1, 3, None, None)
+        SearchSpace("digits", ["optimizer.lr=0..1"], 1, 3, None, None)

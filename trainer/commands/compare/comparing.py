@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from trainer.commands.compare import comparison_table, ranking
-from trainer.commands.compare.comparison_report import ComparisonReport, EntryRuns, Length
 from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import batch_dependent
+from trainer.commands.compare.ranking import ComparisonReport, EntryRuns, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
 from trainer.commands.trials.report import Others, Progress, tell_files, this_machine
@@ -79,8 +79,12 @@ class Comparison:
         """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
         for row in self._able():
             yield self._check(row, CHECK, [])
-            if row.entry.traits.reference and not row.parts and CHECK in row.results:
-                yield from self._rounded(row)
+            if row.entry.recipe.traits.reference and not row.parts and CHECK in row.results:
+                # On a GPU once more, in smaller pieces if the batch divides: what rounding alone does to losses.
+                pieces = 2 * row.entry.recipe.accumulate
+                if row.results[CHECK]["devices"][0].startswith("cuda"):
+                    divides = row.entry.recipe.batch_size % pieces == 0
+                    yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
         checked = [row.results[CHECK] for row in self.rows if CHECK in row.results]
         if not checked:
             return
@@ -93,7 +97,7 @@ class Comparison:
         for repeat in self._rounds():
             for row in self._able():
                 typed = row.entry.words  # what the user says of length and logging goes first
-                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed))
+                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed), {})
             self._write("running")
 
     def _check(self, row: EntryRuns, repeat: int, more: Sequence[str]) -> TrialRun:
@@ -104,19 +108,9 @@ class Comparison:
         words += ["precision=fp32"] * (recipe.precision == "tf32")
         return self._trial(row, repeat, merged(row.entry.words, [*QUIET, *words]), {launching.EXACT: "1"})
 
-    def _rounded(self, row: EntryRuns) -> Iterator[TrialRun]:
-        """On a GPU the check once more, in smaller pieces if the batch divides: what rounding alone does to losses."""
-        pieces = 2 * row.entry.recipe.accumulate
-        if row.results[CHECK]["devices"][0].startswith("cuda"):
-            divides = row.entry.recipe.batch_size % pieces == 0
-            yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
-
-    def _trial(
-        self, row: EntryRuns, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> TrialRun:
-        key, read = (row, repeat), partial(self._read, repeat)
-        name = f"runs/{row.entry.slug}/{repeat}"
-        return TrialRun(name, [*self.first, *words], environment=environment or {}, read=read, key=key)
+    def _trial(self, row: EntryRuns, repeat: int, words: Sequence[str], variables: Mapping[str, str]) -> TrialRun:
+        name, read = f"runs/{row.entry.slug}/{repeat}", partial(self._read, repeat)
+        return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
         """result.json. Weights go; of the curves, which repeat themselves, those of the first repeat stay, a folder an

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
 from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.ranking import ComparisonReport, EntryFigures
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED

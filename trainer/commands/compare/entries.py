@@ -15,7 +15,7 @@ from trainer import recipe
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes import resources
-from trainer.recipe import MODES, TRAITS, Recipe, Traits
+from trainer.recipe import MODES, TRAITS, Recipe
 from trainer.recipe.known_names import check_names
 
 OWN_WORDS = ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps")
@@ -31,14 +31,6 @@ class Entry:
     ranks: int = 1  # processes
     threads: int = 1  # in each
     problem: tuple[str, int] | None = None  # why it cannot run here, as (line, exit code)
-
-    @property
-    def mode(self) -> str:
-        return self.recipe.mode
-
-    @property
-    def traits(self) -> Traits:
-        return self.recipe.traits
 
     @property
     def slug(self) -> str:

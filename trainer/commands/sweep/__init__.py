@@ -61,7 +61,7 @@ def command(words: Sequence[str]) -> int:
         raise RecipeError(f"metric={own['metric']} must be speed; left out, it is the task's own, as top1")
     repeats, trials = (positive_integer(key, own.get(key)) for key in ("repeats", "trials"))
     speeds = "metric" in own
-    space = SearchSpace.of(own["recipe"], rest, repeats or 1, trials, own.get("nproc"), own.get("plugin"), speeds)
+    space = SearchSpace(own["recipe"], rest, repeats or 1, trials, own.get("nproc"), own.get("plugin"), speeds)
     typed = [f"{key}={own[key]}" for key in OWN_WORDS[1:] if key in own and key != "resume"]
     line = shlex.join(["python", "-m", "trainer", "sweep", f"recipe={space.source}", *rest, *typed])
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")

@@ -20,6 +20,7 @@ from trainer import recipe as recipes
 from trainer.devices.assignment import present
 from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
+from trainer.launch.topology import Launch
 from trainer.processes import resources
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS, check_names
@@ -140,55 +141,45 @@ class SweepTrial:
         return f"{self.number:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
 
 
-@dataclass(frozen=True)
 class SearchSpace:
-    """What a sweep was asked for, checked."""
+    """What a sweep was asked for, checked: from the words that no command takes.
 
-    source: str  # the recipe's name or file
-    typed_words: tuple[str, ...]  # of the recipe, as they were typed
-    words: tuple[str, ...]  # those for every trial; with `mode=single` where one device is enough for a trial
-    dimensions: tuple[Dimension, ...]  # the keys that vary
-    trials: int | None  # how many are sampled; None where lists are tried in every combination
-    repeats: int  # runs of each trial, with a seed each
-    nproc: str | None
-    plugin: str | None
-    speed: bool  # images/s are looked for, rather than the task's metric
-    base: Recipe  # the recipe of the words, without the keys that vary
+    Args:
+        source: the recipe's name or file.
+        repeats: runs of each trial, with a seed each.
+        trials: how many are sampled; None: the default, or, of lists alone, every combination.
+        speed: images/s are looked for, rather than the task's metric.
 
-    @classmethod
-    def of(
-        cls, source: str, words: Sequence[str], repeats: int = 1, trials: int | None = None, nproc: str | None = None,
+    Raises:
+        RecipeError: no trial, or one of them, could run. SetupError: Optuna is not installed.
+    """
+
+    def __init__(
+        self, source: str, words: Sequence[str], repeats: int = 1, trials: int | None = None, nproc: str | None = None,
         plugin: str | None = None, speed: bool = False,
-    ) -> SearchSpace:  # fmt: skip
-        """From the words that no command takes. Raises RecipeError, SetupError."""
+    ) -> None:  # fmt: skip
+        self.source, self.repeats, self.nproc, self.plugin, self.speed = source, repeats, nproc, plugin, speed
         pairs = [word.partition("=") for word in words]
         meant = [dimension(key, text) for key, _, text in pairs]
-        fixed = [word for word, part in zip(words, meant, strict=True) if part is None]
-        dimensions = tuple(part for part in meant if part is not None)
-        base = recipes.load(source, *fixed)
-        _check(dimensions, [key for key, *_ in pairs], repeats, trials)
-        if any(part.ends for part in dimensions):
-            trials = trials or SAMPLED
+        self.words = [word for word, part in zip(words, meant, strict=True) if part is None]  # those for every trial
+        self.dimensions = [part for part in meant if part is not None]  # the keys that vary
+        self.base = recipes.load(source, *self.words)
+        _check(self.dimensions, [key for key, *_ in pairs], repeats, trials)
+        is_sampled = any(part.ends for part in self.dimensions)
+        self.trials = (trials or SAMPLED) if is_sampled else None
         is_chosen = nproc is not None or any(word.startswith("mode=") for word in words)
-        if base.traits.exchanges in ("gradients", "copies") and not is_chosen:
-            fixed.append("mode=single")  # the same maths on one device
-            base = recipes.load(source, *fixed)
+        if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
+            self.words.append("mode=single")  # the same maths on one device
+            self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
-        space = cls(source, tuple(words), tuple(fixed), dimensions, trials, repeats, nproc, plugin, speed, base)
-        first = {part.key: part.values[0] for part in dimensions}
-        ends = [{**first, part.key: value} for part in dimensions for value in part.values]
-        for values in ends if trials else [trial.values for trial in space.combinations()]:
-            space.check(values)
-        return space
+        first = {part.key: part.values[0] for part in self.dimensions}
+        ends = [{**first, part.key: value} for part in self.dimensions for value in part.values]
+        for values in ends if is_sampled else [trial.values for trial in self.combinations()]:
+            self._check(values)
 
     @property
     def keys(self) -> list[str]:
         return [part.key for part in self.dimensions]
-
-    @property
-    def launch_words(self) -> list[str]:
-        """Those that are of no recipe."""
-        return [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(self, key)) is not None]
 
     def combinations(self) -> list[SweepTrial]:
         """Of lists alone: every one, the last key changing fastest."""
@@ -212,22 +203,29 @@ class SearchSpace:
 
     def typed(self, values: Mapping[str, str]) -> list[str]:
         """What one types to train with a trial's values, on whichever devices there are."""
-        shared = [word for word in self.words if not word.startswith(("devices=", "threads="))]
-        more = self.launch_words
+        own = [f"{key}={value}" for key, value in (("plugin", self.plugin), ("nproc", self.nproc)) if value is not None]
         if self.base.devices != "auto" and self.base.traits.single_device:
-            more.append(f"devices=[{self.base.devices[0]}]")
-        return [f"recipe={self.source}", *more, *shared, *(f"{key}={value}" for key, value in values.items())]
+            own.append(f"devices=[{self.base.devices[0]}]")
+        own += [word for word in self.words if not word.startswith(("devices=", "threads="))]
+        return [f"recipe={self.source}", *own, *(f"{key}={value}" for key, value in values.items())]
 
-    def check(self, values: Mapping[str, str]) -> None:
+    def _check(self, values: Mapping[str, str]) -> None:
         """Raises RecipeError where a trial could not run with these values."""
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
             if self.plugin is None:
                 check_names(chosen)
-            launching.launch_to_start(_on_one_place(chosen, self.nproc), self.nproc)
+            self._launch(chosen)
         except RecipeError as error:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
+
+    def _launch(self, recipe: Recipe) -> Launch | None:
+        """How a trial starts: `devices` are those of the sweep, and a trial gets as many as it needs."""
+        needs = 1 if recipe.traits.single_device else int(self.nproc) if (self.nproc or "").isdigit() else None
+        if needs and recipe.devices != "auto":
+            recipe = recipe.replace(devices=recipe.devices[:needs])
+        return launching.launch_to_start(recipe, self.nproc)
 
     def count(self) -> int:
         """Trials."""
@@ -249,7 +247,7 @@ class SearchSpace:
         Never more than there are runs. Speeds are measured one at a time.
         """
         recipe, runs = self.base, 1 if self.speed else self.count() * self.repeats
-        launch = launching.launch_to_start(_on_one_place(recipe, self.nproc), self.nproc)
+        launch = self._launch(recipe)
         if launch is not None and launch.nnodes > 1:
             raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
         ranks, cores = launch.nproc if launch else 1, resources.cores()
@@ -295,11 +293,3 @@ def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, 
         line = f"lists are tried in every combination, here {count:,}"
         more = "trials= is for ranges, leave it out" if trials else f"at most {MOST:,}, shorten the lists"
         raise RecipeError(f"{line}: {more}, or type a range, as in optimizer.lr=0.001..1")
-
-
-def _on_one_place(recipe: Recipe, nproc: str | None) -> Recipe:
-    """A trial's recipe as it runs: `devices` are those of the sweep, and a trial gets as many as it needs."""
-    needs = 1 if recipe.traits.single_device else int(nproc) if nproc and nproc.isdigit() else None
-    if needs and recipe.devices != "auto":
-        return recipe.replace(devices=recipe.devices[:needs])
-    return recipe

@@ -19,7 +19,7 @@ from trainer.commands.compare.exactness import batch_dependent
 from trainer.commands.compare.ranking import ComparisonReport, EntryRuns, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
-from trainer.commands.trials.report import Others, Progress, tell_files, this_machine
+from trainer.commands.trials.report import Others, TrialsProgress, tell_files, this_machine
 from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
@@ -49,7 +49,7 @@ class Comparison:
         kept = usable_json(folder / FILE).get("length")
         self.length = Length(**kept) if kept else None
         self.begun, self.others = time.perf_counter(), Others()
-        self.progress = Progress(len([*self._able()]) * (self.repeats + 1))
+        self.progress = TrialsProgress(len([*self._able()]) * (self.repeats + 1))
 
     def run(self) -> ComparisonReport:
         """From the checks to the pictures."""

@@ -22,7 +22,7 @@ from trainer.commands.sweep.results import Metric, RunFigures, SweepReport
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, SweepTrial
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
-from trainer.commands.trials.report import Progress, tell_files
+from trainer.commands.trials.report import TrialsProgress, tell_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVING
@@ -83,7 +83,7 @@ class Sweeping:
         drawn = [SweepTrial(row["trial"], row["values"]) for row in kept]
         self.trials = space.combinations() if space.trials is None else drawn
         self.runs: dict[int, dict[int, RunFigures]] = {}  # by trial and seed
-        self.progress = Progress(space.count() * space.repeats)
+        self.progress = TrialsProgress(space.count() * space.repeats)
 
     def run(self) -> SweepReport:
         """All trials; the table and the winning command last."""

@@ -222,7 +222,8 @@ class SearchSpace:
 
     def _launch(self, recipe: Recipe) -> Launch | None:
         """How a trial starts: `devices` are those of the sweep, and a trial gets as many as it needs."""
-        needs = 1 if recipe.traits.single_device else int(self.nproc) if (self.nproc or "").isdigit() else None
+        several = int(self.nproc) if self.nproc and self.nproc.isdigit() else None
+        needs = 1 if recipe.traits.single_device else several
         if needs and recipe.devices != "auto":
             recipe = recipe.replace(devices=recipe.devices[:needs])
         return launching.launch_to_start(recipe, self.nproc)

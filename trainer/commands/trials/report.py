@@ -78,7 +78,7 @@ def versions_line(versions: Mapping[str, str | None]) -> str:
     return f"Versions: {listed}."
 
 
-class Progress:
+class TrialsProgress:
     """Lines of trials that end: how many of them did, what came of each, what it took, and the time that is left.
 
     Those to come take as long as the others did since `begin`, in the mean.

@@ -40,12 +40,6 @@ def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
     assert Path("out/sweep.png").stat().st_size > 5000
 
 
-def test_the_same_words_sample_the_same(machine):
-    first = rates(swept("trials=6", "threads=2"))
-    assert sweep.command([*WORDS[:2], "output=other", "epochs=4", "trials=6", "threads=2"]) == 0
-    assert rates(json.loads(Path("other/sweep.json").read_text())) == first
-
-
 def test_whole_numbers_and_lists_beside_a_range(machine):
     report = swept("batch_size=16..64", "model.name=[cnn,mlp]", "trials=8")
     sizes = {row["values"]["batch_size"] for row in report["trials"]}

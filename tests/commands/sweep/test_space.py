@@ -19,12 +19,10 @@ BAD = [
     (["optimizer.lr=[0.1]"], "optimizer.lr=0.1 is one trial"),
     (["optimizer.lr=[]"], "lists no values"),
     (["optimizer.lr=[0.1,1e-1]"], "values that are the same"),
-    (["optimizer.lr=[0.1,0.2"], "lists no values"),
     (["optimizer.lr=[0.1,-1]"], "a trial with optimizer.lr=-1 cannot run"),
     (["optimizer.lrr=[0.1,0.2]"], "did you mean optimizer.lr?"),
     (["optimizer.lr=0.1", "optimizer.lr=[0.1,0.2]"], "given twice"),
     (["optimizer.lr=1..0.1"], "two numbers, the smaller first, as in optimizer.lr=0.001..0.1"),
-    (["optimizer.lr=0.1.."], "two numbers, the smaller first"),
     (["batch_size=1.5..8"], "two whole numbers"),
     (["data.mean=[[0.5],[0.5,0.5]]"], "a trial with data.mean=[0.5,0.5] cannot run"),
     (["devices=[[cpu],[cpu,cpu]]"], "where trials run"),
@@ -32,7 +30,6 @@ BAD = [
     (["optimizer.lr=[0.1,0.2]", "trials=5"], "lists are tried in every combination, here 2: trials= is for ranges"),
     (["seed=[1,2]", "repeats=3"], "keep repeats="),
     (["optimizer.lr=[0.1,0.2]", "resume=never"], "the same words continue it"),
-    (["model.name=[cnn,cnnn]"], "did you mean model.name=cnn?"),
     (["batch_size=[96,97]", "mode=local_sgd", "nproc=2"], "a trial with batch_size=97 cannot run"),
     (["seed=[" + ",".join(map(str, range(40))) + "]", "epochs=[" + ",".join(map(str, range(1, 40))) + "]"], "1,560"),
 ]
@@ -100,15 +97,6 @@ def test_a_range_has_a_scale_and_short_numbers_within_it():
 
 def of(*words: str, nproc: str | None = None, repeats: int = 1) -> SearchSpace:
     return SearchSpace("digits", words, repeats, None, nproc, None)
-
-
-def test_trials_run_in_a_fixed_order_and_have_names():
-    made = of("optimizer.lr=[0.1,0.2]", "model.name=[cnn,mlp]")
-    names = [" ".join(trial.words) for trial in made.combinations()]
-    assert names == [f"optimizer.lr={rate} model.name={name}" for rate in (0.1, 0.2) for name in ("cnn", "mlp")]
-    folders = [trial.folder(None) for trial in made.combinations()]
-    assert folders[1] == "002-optimizer.lr=0.1-model.name=mlp"
-    assert made.combinations()[0].folder(3) == "001-optimizer.lr=0.1-model.name=cnn-seed=3"
 
 
 def places(cores: int, *words: str, cuda: int = 0, monkeypatch: pytest.MonkeyPatch, **options) -> list[Sequence[str]]:

@@ -244,9 +244,10 @@ def test_models_of_entries_are_judged_each_by_its_parts():
     assert [row.parts for row in comparing.rows_of(found)] == [[], ["batch norm"]]
 
 
-def test_what_failed_is_tried_again(machine):
-    machine.faults["ddp/1"] = 5
-    compared("single", "ddp", repeats=2)
+def test_what_failed_is_tried_again_and_all_else_stays_as_long_as_it_was(machine):
+    machine.faults["ddp/0"] = 5
+    before, _ = compared("single", "ddp", repeats=2, steps=None)
     machine.ran.clear()
-    _, table = compared("single", "ddp", repeats=2, resume="auto")
-    assert machine.ran == ["ddp/1", "ddp/2"] and table["ddp"]["error"] is None
+    report, table = compared("single", "ddp", repeats=2, steps=None, resume="auto")
+    assert machine.ran == ["ddp/0", "ddp/1", "ddp/2"] and table["ddp"]["error"] is None
+    assert report["length"] == before["length"]

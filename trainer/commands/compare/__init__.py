@@ -27,8 +27,6 @@ from trainer.saving.files import write_atomically
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
     options, rest = split_words(words, entries.OWN_WORDS)
-    if options.get("repeats") == "auto":
-        del options["repeats"]
     report = compare(options.pop("recipe", ""), words=rest, **options)
     if any(row["samples_per_sec"] for row in report["entries"]):
         return 0

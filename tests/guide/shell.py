@@ -163,14 +163,13 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
     elif command == "compare":
         own, rest = split_words(rest, entries.OWN_WORDS)
         modes = entries.parse_modes(own["modes"]) if "modes" in own else None
-        sweep = entries.parse_sweep(own["sweep"]) if "sweep" in own else None
-        listed = entries.entries(own["recipe"], rest, modes, sweep, own.get("nproc"), own.get("plugin"))
+        listed = entries.entries(own["recipe"], rest, modes, own.get("nproc"), own.get("plugin"))
         assert [entry.problem for entry in listed if entry.problem] == []
     elif command == "sweep":
         own, rest = split_words(rest, SWEEP)
         repeats, trials = int(own.get("repeats", 1)), own.get("trials")
         try:
-            assert SearchSpace.of(own["recipe"], rest, repeats, int(trials) if trials else None, own.get("nproc"), None)
+            assert SearchSpace(own["recipe"], rest, repeats, int(trials) if trials else None, own.get("nproc"))
         except SetupError as error:
             assert "pip install optuna" in str(error)
     elif command == "plan":

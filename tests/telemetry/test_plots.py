@@ -13,7 +13,7 @@ from PIL import Image
 
 from trainer.recipe import MODES
 from trainer.telemetry import plots
-from trainer.telemetry.plots import Bar, Panel, Point
+from trainer.telemetry.plots import Bar, Panel
 
 BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (on CPU cores)") for n, mode in enumerate(MODES, 1)]
 
@@ -103,35 +103,6 @@ def test_a_curve_of_one_point_is_seen(tmp_path, drawn):
     plots.curves(tmp_path / "p.png", [Panel({"long": ([1, 2], [3.0, 2.0]), "short": ([1], [9.0])}, "steps", "loss")])
     (figure,) = drawn
     assert [line.get_marker() != "None" for line in figure.axes[0].lines] == [False, True]
-
-
-def test_a_sweep_of_numbers_is_logarithmic_where_they_span_much(tmp_path, drawn):
-    values = [1, 3, 5, 8, 10, 12, 20, 40, 60]
-    series = {"pipeline": [Point(n, 12.0 + n / 10, 0.0) for n in values], "single": [Point(None, 22.0, 0.0)]}
-    plots.sweep(tmp_path / "p.png", "pipeline.split_size", series, "images per second")
-    (figure,) = drawn
-    (axes,) = figure.axes
-    assert axes.get_xscale() == "log" and axes.get_xlabel() == "pipeline.split_size"
-    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, values))
-    told = [float(label.get_text()) for label in axes.get_yticklabels()]
-    assert told == pytest.approx(list(axes.get_yticks())), "a tick is not rounded"
-    assert apart(boxes(figure, axes.get_xticklabels()))
-
-
-@pytest.mark.parametrize("values", [[1, 2, 4], ["fp32", "bf16"], [True, False]])
-def test_a_sweep_of_anything(values, tmp_path, drawn):
-    points = [Point(value, 10.0, 1.0) for value in values]
-    plots.sweep(tmp_path / "p.png", "key", {"ddp": points}, "images per second")
-    assert drawn[0].axes[0].get_xscale() == "linear"
-
-
-def test_scaling_has_its_ideal_and_its_efficiency(tmp_path, drawn):
-    series = {"ddp": [Point(2, 180.0, 2.0), Point(1, 100.0, 1.0)]}
-    plots.scaling(tmp_path / "p.png", series, "images per second", "speed")
-    left, right = drawn[0].axes
-    ideal = next(line for line in left.lines if line.get_label() == "ideal")
-    assert list(ideal.get_xdata()) == [1, 2] and list(ideal.get_ydata()) == [100, 200]
-    assert any(list(line.get_ydata()) == [100, 90] for line in right.lines)
 
 
 def test_thinned():

@@ -19,13 +19,13 @@ COMMANDS = {
     "train": Command(words=("recipe", "nproc", "max_restarts", "plugin"), wants=("recipe=digits",)),
     "compare": Command(
         "trainer.commands.compare",
-        ("recipe", "modes", "repeats", "sweep", "nproc", "plugin", "output", "resume", "steps"),
+        ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps"),
         wants=("recipe=digits",),
         alone=True,
     ),
     "sweep": Command(
         "trainer.commands.sweep",
-        ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume"),
+        ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output", "resume"),
         wants=("recipe=digits", "optimizer.lr=[0.01,0.1]"),
         alone=True,
     ),

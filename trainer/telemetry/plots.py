@@ -39,15 +39,6 @@ class Panel:
     log: bool = False  # y
 
 
-@dataclass(frozen=True)
-class Point:
-    """A mean and its standard deviation at x."""
-
-    x: Any
-    mean: float
-    std: float
-
-
 def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
     """A figure, in inches, and its axes side by side; no window, no global state of pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -126,64 +117,6 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     save_picture(figure, path)
 
 
-def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: str, title: str = "") -> None:
-    """A curve a mode over the values of one key, whiskers of one standard deviation; one without a value is a line.
-
-    Numbers lie on a logarithmic axis where they span more than a factor of 8; anything else is set out evenly.
-    """
-    figure, (axes,) = canvas(8.0, 4.4)
-    values = list(dict.fromkeys(point.x for points in series.values() for point in points if point.x is not None))
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    places: dict[Any, float] = {value: float(value) if numbers else n for n, value in enumerate(values)}
-    for style, (name, points) in enumerate(series.items()):
-        if [point.x for point in points] == [None]:
-            (flat,) = points
-            axes.axhline(flat.mean, color=colour(style), label=name)
-            axes.axhspan(flat.mean - flat.std, flat.mean + flat.std, color=colour(style), alpha=0.15, linewidth=0)
-            continue
-        points = sorted(points, key=lambda point: places[point.x])
-        _whiskers(axes, [places[point.x] for point in points], points, style, name)
-    if numbers and values and min(places.values()) > 0 and max(places.values()) > 8 * min(places.values()):
-        axes.set_xscale("log")
-        axes.minorticks_off()
-    axes.set_xticks(list(places.values()), [str(value) for value in places])
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(_thousands)
-    axes.set_xlabel(key)
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left", color=INK, fontsize=11)
-    legend_below(figure, [axes])
-    save_picture(figure, path)
-
-
-def scaling(path: Path, series: Mapping[str, Sequence[Point]], ylabel: str, title: str) -> None:
-    """Speed over a number of ranks beside the ideal, n times the speed of one, and the share of it that is reached.
-
-    The ideal starts at each mode's fewest ranks.
-    """
-    figure, (left, right) = canvas(10.5, 4.1, 2)
-    for style, (name, points) in enumerate(series.items()):
-        points = sorted(points, key=lambda point: float(point.x))
-        x = [float(point.x) for point in points]
-        ideal = [points[0].mean * n / x[0] for n in x]
-        left.plot(x, ideal, color=INK, linestyle=":", label=None if style else "ideal")
-        _whiskers(left, x, points, style, name)
-        reached = [Point(p.x, 100 * p.mean / i, 100 * p.std / i) for p, i in zip(points, ideal, strict=True)]
-        _whiskers(right, x, reached, style, "")
-    right.axhline(100, color=INK, linestyle=":")
-    ranks = sorted({float(point.x) for points in series.values() for point in points})
-    for axes in (left, right):
-        axes.set_xticks(ranks, [f"{n:g}" for n in ranks])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-    left.yaxis.set_major_formatter(_thousands)
-    left.set_ylabel(ylabel)
-    right.set_ylabel("efficiency, % of ideal")
-    left.set_title(title, loc="left", color=INK, fontsize=11)
-    legend_below(figure, [left])
-    save_picture(figure, path)
-
-
 def colour(position: int) -> str:
     """The palette's, from the start again after its end."""
     return COLOURS[position % len(COLOURS)]
@@ -202,18 +135,6 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
 def _line(style: int, count: int) -> dict[str, Any]:
     thinner = style / (count - 1) if count > 1 else 0.5
     return {"color": colour(style), "linewidth": THICKEST - (THICKEST - THINNEST) * thinner}
-
-
-def _whiskers(axes: Any, x: Sequence[float], points: Sequence[Point], style: int, name: str) -> None:
-    axes.errorbar(
-        x,
-        [point.mean for point in points],
-        yerr=[point.std for point in points],
-        color=colour(style),
-        marker=MARKERS[style % len(MARKERS)],
-        capsize=4,
-        label=name or None,
-    )
 
 
 def legend_below(figure: Any, axes: Sequence[Any]) -> None:

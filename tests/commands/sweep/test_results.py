@@ -15,7 +15,7 @@ def worse(values, images):
     """How many trials are shown to be worse than the best; `values`: a row a trial, a column a seed."""
     trials = [SweepTrial(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
     outcomes = {
-        trial.number: {seed: RunFigures(float(value), 1, 1.0, images) for seed, value in enumerate(row)}
+        trial.number: {seed: RunFigures(float(value), 1.0, images) for seed, value in enumerate(row)}
         for trial, row in zip(trials, values, strict=True)
     }
     rows = tabulate(trials, outcomes, len(values[0]), TOP1)

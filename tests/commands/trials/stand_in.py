@@ -7,7 +7,6 @@ import math
 import signal
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from zlib import crc32
 
 SPEEDS = {"single": 1000.0, "dp": 1000.0, "ddp": 1600.0, "split": 900.0, "pipeline": 1010.0, "local_sgd": 1700.0}
@@ -97,8 +96,3 @@ class Child:
         }  # fmt: skip
         (self.path / "result.json").write_text(json.dumps(result))
         return code
-
-
-def clock_of(machine, seconds):
-    """A clock on which each run takes so long."""
-    return SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0, perf_counter=lambda: seconds * machine.ended)

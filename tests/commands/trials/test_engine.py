@@ -111,8 +111,8 @@ REAL = {  # words, and what shows that a run is under way
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
-        ("compare", signal.SIGINT, 130), ("compare", signal.SIGTERM, 143), ("sweep", signal.SIGKILL, -9),
-        ("sweep", signal.SIGTERM, 143), ("prove", signal.SIGTERM, 143), ("prove", signal.SIGKILL, -9),
+        ("compare", signal.SIGINT, 130), ("sweep", signal.SIGTERM, 143), ("sweep", signal.SIGKILL, -9),
+        ("prove", signal.SIGTERM, 143),
     ],
 )  # fmt: skip
 def test_stopped_as_it_runs_it_leaves_nothing_behind_and_goes_on(command, number, code, tmp_path):
@@ -157,16 +157,16 @@ def test_trials_run_at_all_places_in_their_order_and_the_next_depends_on_the_las
 
     def trials():
         yield trial("a")
-        yield trial("b", seed=3)
+        yield trial("b")
         assert heard, "a place was free only after one had ended"
-        yield trial("c", devices=["devices=[mine]"], environment={"X": "1"})
+        yield trial("c", environment={"X": "1"})
 
     TrialEngine(tmp_path, [["devices=[one]"], ["devices=[two]"]]).run(
         trials(), lambda one, outcome: heard.append(one.name)
     )
     assert heard == ["runs/a/1", "runs/b/1", "runs/c/1"] and machine.most == 2
-    assert [words["devices"] for words in machine.words] == ["[one]", "[two]", "[mine]"]
-    assert machine.words[1]["seed"] == "3" and machine.environments[2]["X"] == "1"
+    assert [words["devices"] for words in machine.words] == ["[one]", "[two]", "[one]"]
+    assert machine.environments[2]["X"] == "1"
     assert all("resume" not in words for words in machine.words)
 
 
@@ -226,7 +226,11 @@ def test_an_older_folder_with_a_word_more_or_less_is_another(tmp_path, monkeypat
         with claim(output, Path("runs/x"), "sweep", "sweep.json", asked, "type this") as path:
             return str(path)
 
-    assert [held(a=1), held(a=2), held(a=1)] == ["runs/x", "runs/x-2", "runs/x"]
+    assert [held(a=1), held(a=2), held(a=1), held(a=1, b=None)] == ["runs/x", "runs/x-2", "runs/x", "runs/x"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sweep.json").write_text('{"asked": {"a": 1, "sweep": "seed:[1,2]"}}')
+    with pytest.raises(FolderInUseError, match="other sweep"):
+        held("old", a=1)
     with pytest.raises(FolderInUseError, match=r"other b: .*type type this;.*output="):
         held("runs/x", a=1, b=2)
     (tmp_path / "runs/x/sweep.json").write_text("{")

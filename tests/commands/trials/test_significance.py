@@ -49,12 +49,6 @@ def test_a_plain_difference():
     assert turned.verdict == "slower" and turned.low == pytest.approx(1 / found.high)
 
 
-def test_drift_that_meets_both_is_no_noise():
-    """The machine is half as fast in the end: pairs see through it."""
-    (found,) = differences(speeds([100, 80, 70, 60, 50], [90.9, 72.5, 63.8, 54.4, 45.5]))
-    assert found.verdict == "faster"
-
-
 @pytest.mark.parametrize(
     "runs",
     [
@@ -75,10 +69,6 @@ def test_one_disturbed_run_hides_no_difference():
     for spoilt in (40, 99.4):
         (found,) = differences(speeds([90.4, spoilt, 90.9, 91.1, 90.6], [100, 100, 100, 100.2, 99.9]))
         assert found.verdict == "slower" and found.ratio == pytest.approx(0.907, abs=0.003)
-
-
-def test_equal_to_the_last_digit():
-    assert [d.verdict for d in differences(speeds([10, 10], [10, 10], [9, 9]))] == [None, "faster", "faster"]
 
 
 def test_holm_goes_on_after_a_clear_pair():
@@ -161,11 +151,6 @@ def test_identical_variants_show_no_difference(noise, entries, full):
 def test_what_is_claimed_under_noise_and_of_spoilt_runs(options, most_wrong, least_named, full):
     wrong, named = claims(**options, count=10000 if full else 700)
     assert wrong <= most_wrong and named >= least_named
-
-
-def test_one_percent_slower_is_not_named():
-    wrong, named = claims(0.01, slower=0.01, count=500)
-    assert wrong == 0 and named <= 0.02
 
 
 @pytest.mark.parametrize("noise", [NOISE, NOISY])

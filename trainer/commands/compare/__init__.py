@@ -14,7 +14,6 @@ from typing import Any
 
 from trainer.commands.compare import entries
 from trainer.commands.compare.comparing import FILE, Comparison
-from trainer.commands.compare.comparison_report import ComparisonRequest
 from trainer.commands.trials.engine import claim
 from trainer.errors import RecipeError
 from trainer.launch import launching
@@ -28,8 +27,6 @@ from trainer.saving.files import write_atomically
 def command(words: Sequence[str]) -> int:
     """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
     options, rest = split_words(words, entries.OWN_WORDS)
-    if options.get("repeats") == "auto":
-        del options["repeats"]
     report = compare(options.pop("recipe", ""), words=rest, **options)
     if any(row["samples_per_sec"] for row in report["entries"]):
         return 0
@@ -45,7 +42,6 @@ def compare(
     *,
     words: Sequence[str] = (),
     repeats: int | str | None = None,
-    sweep: str | None = None,
     nproc: int | str | None = None,
     plugin: str | None = None,
     output: str | Path | None = None,
@@ -57,10 +53,9 @@ def compare(
     Args:
         recipe: as for `train`: a name, a YAML file, a run folder, a dictionary or a recipe.
         modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
-            of `mode=` in words, the recipe's in a sweep, else all.
+            of `mode=` in words, else all.
         words: key=value of the recipe, for every entry.
         repeats: of each entry; None: 5, and up to 15 as long as a difference of 10 % could hide in their spread.
-        sweep: "key:[values]": every mode at each value of one key.
         nproc: ranks of the modes that have several; None: a rank a device, two on the CPU.
         output: the comparison's folder; None: runs/compare-<recipe>-<time>.
         resume: "auto" continues the comparison in `output`: finished repeats stay.
@@ -72,53 +67,37 @@ def compare(
         Interrupted, Preempted: Ctrl-C, SIGTERM; the tables hold what was done before.
     """
     recipe = str(recipe) if isinstance(recipe, Path) else recipe
-    if isinstance(recipe, Mapping):
-        recipe = load_recipe(recipe)
+    recipe = load_recipe(recipe) if isinstance(recipe, Mapping) else recipe
     modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
-    if isinstance(words, str) or not isinstance(sweep, str | None):
-        raise RecipeError("words= is a list and sweep= is text, as in words=['epochs=2'], sweep='batch_size:[32,64]'")
     output = None if output is None else str(output)
     ranks, measured = positive_integer("nproc", nproc), positive_integer("steps", steps)
-    repeats = positive_integer("repeats", repeats)
-    _check_words(recipe, output, resume)
-    swept = entries.parse_sweep(sweep) if sweep else None
-    source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
-    rows = entries.entries(source, words, modes, swept, str(ranks) if ranks else None, plugin)
-    base = load_recipe(source, *words)
-    name = recipe.name if isinstance(recipe, Recipe) else base.name
-    launching.load_plugin(plugin)
-    asked = ComparisonRequest(
-        recipe=recipe if isinstance(recipe, str) else base.to_dict(),
-        modes=list(modes) if modes is not None else None,
-        words=sorted(words),
-        sweep=sweep,
-        nproc=ranks,
-        plugin=plugin,
-        steps=measured,
-        repeats=repeats,
-        settings=base.replace(output=None, resume=None).model_dump(mode="json"),
-    )
-    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    resumes = resume is not None
-    with claim(output, Path(stem), "comparison", FILE, asdict(asked), free=("repeats",), resume=resumes) as folder:
-        word = recipe if isinstance(recipe, str) else _recipe_file(folder, recipe)
-        return asdict(Comparison(folder, name, base, rows, swept, asked, word).run())
-
-
-def _check_words(recipe: Recipe | str, output: str | None, resume: str | None) -> None:
-    """Raises RecipeError where words are missing or contradict each other, before anything is read."""
     if place().launched:
         raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
     if not recipe:
         raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
-    if resume not in (None, "auto"):
-        raise RecipeError(f"resume={resume} must be auto")
-    if resume and not output:
+    if isinstance(words, str):
+        raise RecipeError("words= is a list, as in words=['epochs=2']")
+    if resume not in (None, "auto") or (resume and not output):
         raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
-
-
-def _recipe_file(folder: Path, recipe: Recipe) -> str:
-    """A recipe of the Python API as a file, for the command line."""
-    file = folder / f"{recipe.name}.yaml"
-    write_atomically(file, recipe.replace(output=None, resume=None).to_yaml())
-    return str(file)
+    source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
+    rows = entries.entries(source, words, modes, str(ranks) if ranks else None, plugin)
+    base = load_recipe(source, *words)
+    name = recipe.name if isinstance(recipe, Recipe) else base.name
+    launching.load_plugin(plugin)
+    asked = {
+        "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
+        "modes": list(modes) if modes is not None else None,
+        "words": sorted(words),
+        "nproc": ranks,
+        "plugin": plugin,
+        "steps": measured,
+        "repeats": positive_integer("repeats", repeats),
+        "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
+    }
+    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with claim(output, Path(stem), "comparison", FILE, asked, free=("repeats",), resume=resume is not None) as folder:
+        word = str(recipe)
+        if isinstance(recipe, Recipe):  # of the Python API: as a file, for the command line
+            word = str(folder / f"{recipe.name}.yaml")
+            write_atomically(Path(word), recipe.replace(output=None, resume=None).to_yaml())
+        return asdict(Comparison(folder, name, base, rows, asked, word).run())

@@ -13,15 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tqdm import tqdm
-
 from trainer.commands.compare import comparison_table, ranking
-from trainer.commands.compare.comparison_report import ComparisonReport, ComparisonRequest, EntryRuns, Length
-from trainer.commands.compare.entries import Entry, Sweep
+from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import batch_dependent
+from trainer.commands.compare.ranking import ComparisonReport, EntryRuns, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
-from trainer.commands.trials.report import Others, progress, tell_files, this_machine
+from trainer.commands.trials.report import Others, TrialsProgress, tell_files, this_machine
 from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
@@ -42,16 +40,16 @@ class Comparison:
     """One comparison under way; `word` is the recipe that the command line gets."""
 
     def __init__(
-        self, folder: Path, name: str, base: Recipe, entries: list[Entry], sweep: Sweep | None,
-        asked: ComparisonRequest, word: str,
-    ) -> None:  # fmt: skip
-        self.folder, self.name, self.base, self.sweep, self.asked = folder, name, base, sweep, asked
-        self.first = [f"recipe={word}", *([f"plugin={asked.plugin}"] if asked.plugin else [])]
+        self, folder: Path, name: str, base: Recipe, entries: list[Entry], asked: Mapping[str, Any], word: str
+    ) -> None:
+        self.folder, self.name, self.base, self.asked = folder, name, base, asked
+        self.first = [f"recipe={word}", *([f"plugin={asked['plugin']}"] if asked["plugin"] else [])]
         self.engine, self.rows = TrialEngine(folder), rows_of(entries)
-        self.repeats: int = asked.repeats or significance.LOOKS[0]  # so far
-        self.length: Length | None = _kept_length(folder)
+        self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
+        kept = usable_json(folder / FILE).get("length")
+        self.length = Length(**kept) if kept else None
         self.begun, self.others = time.perf_counter(), Others()
-        self.able, self.done = len([*self._able()]), 0  # entries, runs
+        self.progress = TrialsProgress(len([*self._able()]) * (self.repeats + 1))
 
     def run(self) -> ComparisonReport:
         """From the checks to the pictures."""
@@ -69,7 +67,8 @@ class Comparison:
         finally:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
-            tell_files(self.folder, "compare", self.folder / "tensorboard", partial(self._draw, report))
+            draw = partial(comparison_table.draw, self.folder, report, [row.entry for row in self.rows])
+            tell_files(self.folder, "compare", self.folder / "tensorboard", draw)
         return report
 
     def _able(self) -> Iterator[EntryRuns]:
@@ -80,20 +79,25 @@ class Comparison:
         """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
         for row in self._able():
             yield self._check(row, CHECK, [])
-            if row.entry.traits.reference and not row.parts and CHECK in row.results:
-                yield from self._rounded(row)
+            if row.entry.recipe.traits.reference and not row.parts and CHECK in row.results:
+                # On a GPU once more, in smaller pieces if the batch divides: what rounding alone does to losses.
+                pieces = 2 * row.entry.recipe.accumulate
+                if row.results[CHECK]["devices"][0].startswith("cuda"):
+                    divides = row.entry.recipe.batch_size % pieces == 0
+                    yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
         checked = [row.results[CHECK] for row in self.rows if CHECK in row.results]
         if not checked:
             return
-        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked.words)
-        self.length = self.length or choose_length(self.base, checked, self.asked.steps, fixed)
+        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
+        self.length = self.length or choose_length(self.base, checked, self.asked["steps"], fixed)
         self._write("running")
-        more = "" if self.asked.repeats else ", or longer where a difference could go unnoticed"
-        say(f"{self.length.steps} steps per run; {tqdm.format_interval(self._left())} left{more}")
+        more = "" if self.asked["repeats"] else ", or more where a difference could go unnoticed"
+        say(f"{self.length.steps} steps per run, {self.repeats} runs each{more}")
+        self.progress.begin()
         for repeat in self._rounds():
             for row in self._able():
                 typed = row.entry.words  # what the user says of length and logging goes first
-                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed))
+                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed), {})
             self._write("running")
 
     def _check(self, row: EntryRuns, repeat: int, more: Sequence[str]) -> TrialRun:
@@ -104,19 +108,9 @@ class Comparison:
         words += ["precision=fp32"] * (recipe.precision == "tf32")
         return self._trial(row, repeat, merged(row.entry.words, [*QUIET, *words]), {launching.EXACT: "1"})
 
-    def _rounded(self, row: EntryRuns) -> Iterator[TrialRun]:
-        """On a GPU the check once more, in smaller pieces if the batch divides: what rounding alone does to losses."""
-        pieces = 2 * row.entry.recipe.accumulate
-        if row.results[CHECK]["devices"][0].startswith("cuda"):
-            divides = row.entry.recipe.batch_size % pieces == 0
-            yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
-
-    def _trial(
-        self, row: EntryRuns, repeat: int, words: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> TrialRun:
-        key, read = (row, repeat), partial(self._read, repeat)
-        name = f"runs/{row.entry.slug}/{repeat}"
-        return TrialRun(name, [*self.first, *words], environment=environment or {}, read=read, key=key)
+    def _trial(self, row: EntryRuns, repeat: int, words: Sequence[str], variables: Mapping[str, str]) -> TrialRun:
+        name, read = f"runs/{row.entry.slug}/{repeat}", partial(self._read, repeat)
+        return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
         """result.json. Weights go; of the curves, which repeat themselves, those of the first repeat stay, a folder an
@@ -147,6 +141,7 @@ class Comparison:
         if outcome.error is not None:
             row.error = (outcome.error, outcome.code)
             news = f"exit {outcome.code}: {outcome.error}"
+            self.progress.total -= self.repeats - repeat
         else:
             result = row.results[repeat] = outcome.value
             if repeat == CHECK:
@@ -155,36 +150,25 @@ class Comparison:
                 rate = speed(steps, result["throughput"]["samples_per_sec"])
                 row.speeds[repeat] = rate * in_steps(result)
                 news = f"{number(row.speeds[repeat])} images/s"
-        self.done += 1
         what = f"repeat {repeat}" if repeat else "check of the losses"
-        total, left = (self.repeats + 1) * self.able, self._left() if repeat else None
-        progress(self.done, total, f"{row.entry.name}, {what}", news, outcome.seconds, left)
+        self.progress.tell(f"{row.entry.name}, {what}", news, outcome.seconds)
 
     def _rounds(self) -> Iterator[int]:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
-        for enough in () if self.asked.repeats else significance.LOOKS[1:]:
+        for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
             hiding = significance.unclear(ranking.sound(*ranking.tabulate(self.rows, self._error())))
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
             say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
             done, self.repeats = self.repeats, enough
+            self.progress.total += (enough - done) * len([*self._able()])
             yield from range(done + 1, enough + 1)
 
     def _error(self) -> float:
         """Every look may err."""
-        return significance.ERROR / (1 if self.asked.repeats else len(significance.LOOKS))
-
-    def _left(self) -> float:
-        """Seconds that the runs to come will take: as each entry's latest, with the steps that it lacked."""
-        waiting: list[tuple[str, float]] = []
-        for row in self._able():
-            repeat, result = max(row.results.items())
-            step = result["step_time_s"]["mean"] if result["step_time_s"] else 0.0
-            lacking = self.length.steps - result["steps"] if self.length else 0
-            waiting += [(f"runs/{row.entry.slug}/{repeat}", lacking * step)] * (self.repeats - repeat)
-        return self.engine.left(waiting)
+        return significance.ERROR / (1 if self.asked["repeats"] else len(significance.LOOKS))
 
     def _write(self, status: str) -> ComparisonReport:
         """The tables, with what there is so far."""
@@ -194,14 +178,13 @@ class Comparison:
             recipe=self.name,
             status=status,
             command=self._command(),
-            asked=self.asked,
+            asked=dict(self.asked),
             length=self.length,
             repeats=max((row.repeats for row in rows), default=0),
             steps=self.length.steps if self.length else None,
             warmup_steps=self.base.logging.warmup_steps,
             batch_size=self.base.batch_size,
             model=self.base.model.name,
-            sweep=self.sweep,
             entries=rows,
             pairs=pairs,
             conclusion=[*ranking.conclusion(rows, pairs), *ranking.explained(rows), *self.others.words()],
@@ -213,20 +196,13 @@ class Comparison:
         comparison_table.write_tables(self.folder, report)
         return report
 
-    def _draw(self, report: ComparisonReport) -> list[Path]:
-        entries = [row.entry for row in self.rows]
-        made = comparison_table.draw(self.folder, report, entries, self.sweep)
-        comparison_table.to_tensorboard(self.folder, report, entries, made)
-        return made
-
     def _command(self) -> str:
         asked = self.asked
         words = [self.first[0]]
-        if asked.modes is not None:
-            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked.modes)}]")
-        keys = ("sweep", "nproc", "plugin", "steps", "repeats")
-        words += [f"{key}={value}" for key in keys if (value := getattr(asked, key))]
-        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked.words])
+        if asked["modes"] is not None:
+            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
+        words += [f"{key}={asked[key]}" for key in ("nproc", "plugin", "steps", "repeats") if asked[key]]
+        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
 
 
 def rows_of(entries: Sequence[Entry]) -> list[EntryRuns]:
@@ -239,13 +215,6 @@ def rows_of(entries: Sequence[Entry]) -> list[EntryRuns]:
             models[model] = batch_dependent(entry.recipe)
         rows.append(EntryRuns(entry, models[model], entry.problem))
     return rows
-
-
-def _kept_length(folder: Path) -> Length | None:
-    """That of the runs so far."""
-    kept: Any = usable_json(folder / FILE).get("length")
-    whole = isinstance(kept, dict) and kept.keys() == Length.__annotations__.keys()
-    return Length(**kept) if whole and all(type(number) is int and number > 0 for number in kept.values()) else None
 
 
 def choose_length(

@@ -3,14 +3,13 @@ TensorBoard, a run an entry under tensorboard/."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.comparison_report import ComparisonReport, EntryFigures
-from trainer.commands.compare.entries import Entry, Sweep
+from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.ranking import ComparisonReport, EntryFigures
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED
@@ -18,15 +17,12 @@ from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Curve, Events, curves_of
 
 CSV_COLUMNS = (
-    "entry", "mode", "value", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
+    "entry", "mode", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
     "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
     "exactness", "deviation", "label", "error", "exit_code",
 )  # fmt: skip
 SPEED = "images per second"
-LEARNT = (  # picture, curve, its label
-    ("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy"),
-    ("throughput", "speed/samples_per_sec", SPEED),
-)  # fmt: skip
+LEARNT = (("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy"))  # picture, curve, label
 
 
 def write_tables(folder: Path, report: ComparisonReport) -> None:
@@ -58,8 +54,7 @@ def csv_rows(entries: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
 
 def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
     """The table in words, its head first."""
-    references = list(dict.fromkeys(row.reference for row in rows))
-    to = references[0] if len(references) == 1 else "single"
+    to = rows[0].reference
     head = ["entry", "ranks x threads", "images/s", f"ratio to {to}", "compared", "step ms", "peak GiB", "loss"]
     table = [[*head, "maths", "note"]]
     for row in rows:
@@ -100,7 +95,7 @@ def as_markdown(report: ComparisonReport) -> str:
 def method(report: ComparisonReport) -> str:
     """How the figures came about, and what they may be taken to say."""
     runs = f"{report.repeats} interleaved repeat{'s' * (report.repeats != 1)} in fresh processes"
-    looks = "" if report.asked.repeats else f", over looks after {', '.join(map(str, LOOKS))} repeats"
+    looks = "" if report.asked["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
     steps = f" of {report.steps} steps" if report.steps else ""
     size = f", {report.warmup_steps} of them warm-up and left out, global batch {report.batch_size}"
     return (
@@ -124,19 +119,16 @@ def spread(mean: float, std: float | None) -> str:
     return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
 
 
-def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry], sweep: Sweep | None) -> list[Path]:
-    """Every picture that there is something to show in; returns their paths."""
-    rows = report.entries
+def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry]) -> list[Path]:
+    """Every picture that there is something to show in; returns their paths. The bars go to TensorBoard too."""
     title = f"{report.recipe}, global batch {report.batch_size}"
-    made = [_bars(folder / "compare.png", rows, title), _memory(folder / "memory.png", rows, title)]
-    if sweep:
-        made.append(_sweep(folder / "sweep.png", rows, entries, sweep, title))
+    _bars(folder / "compare.png", report.entries, title)
+    _to_tensorboard(folder, entries)
     learnt = {entry.name: curves_of(folder / "tensorboard" / entry.slug) for entry in entries}
-    made += _learning(folder, {name: curves for name, curves in learnt.items() if curves}, title)
-    return [path for path in made if path.exists()]
+    return [folder / "compare.png", *_learning(folder, learnt, title)]
 
 
-def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
+def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> None:
     bars = []
     for row, cells in zip(rows, columns(rows)[1:], strict=True):
         speed, ratio = row.samples_per_sec, row.ratio
@@ -146,72 +138,33 @@ def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
         bars.append(plots.Bar(row.entry, speed.mean if speed else None, (speed.std or 0.0) if speed else 0.0, words))
     most = max((row.repeats for row in rows), default=0)
     plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {most} repeat{'s' * (most != 1)}")
-    return path
-
-
-def _memory(path: Path, rows: Sequence[EntryFigures], title: str) -> Path:
-    bars = []
-    for row in rows:
-        sizes = [size / 2**30 for size in row.peak_memory_bytes.values()]
-        words = f"{max(sizes):.2f}" + (f" on each of {len(sizes)}" if len(sizes) > 1 else "") if sizes else ""
-        bars.append(plots.Bar(row.entry, max(sizes, default=None), 0.0, words or f"exit {row.exit_code}"))
-    plots.bars(path, bars, "peak memory of the fullest device, GiB", title)
-    return path
-
-
-def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], sweep: Sweep, title: str) -> Path:
-    series: dict[str, list[plots.Point]] = {}
-    for row, entry in zip(rows, entries, strict=True):
-        if speed := row.samples_per_sec:
-            is_number = isinstance(row.value, int | float) and not isinstance(row.value, bool)
-            x = None if entry.name == entry.series else row.value if is_number else json.dumps(row.value)
-            series.setdefault(entry.series, []).append(plots.Point(x, speed.mean, speed.std or 0.0))
-    if sweep.key == "nproc" and series:
-        over = {name: points for name, points in series.items() if points[0].x is not None}
-        plots.scaling(path, over, SPEED, title)
-    elif series:
-        plots.sweep(path, sweep.key, series, SPEED, title)
-    return path
 
 
 def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: str) -> list[Path]:
-    """Loss, and accuracy where it was measured more than once, over steps and over seconds; speed over seconds."""
+    """Loss, and accuracy where it was measured more than once, over steps and over seconds."""
     made = []
     for name, tag, label in LEARNT:
-        least = 0 if name == "throughput" else 1
-        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > least}
+        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > 1}
         if curves:
             steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
             seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
             every = [value for *_, curve in curves.values() for value in curve]
             log = name == "loss" and 0 < min(every) < max(every) / 50  # else the ends would lie on the axis
             panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
-            plots.curves(folder / f"{name}.png", panels[1 - least :], title)
             made.append(folder / f"{name}.png")
+            plots.curves(made[-1], panels, title)
     return made
 
 
-def to_tensorboard(folder: Path, report: ComparisonReport, entries: Sequence[Entry], pictures: Sequence[Path]) -> None:
-    """The table as text and the pictures as images; beside each entry's curves its speed in every repeat.
-
-    Table and pictures are told with the first entry's curves: a run of their own would have no curves, of which
-    Custom Scalars warns.
+def _to_tensorboard(folder: Path, entries: Sequence[Entry]) -> None:
+    """The bars as an image, beside the first entry's curves: a run of its own would have none, of which Custom Scalars
+    warns.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    home = folder / "tensorboard"
-    for old in home.glob("*/*.compared"):
+    for old in (folder / "tensorboard").glob("*/*.compared"):
         old.unlink()
-    ran = [(entry, row.samples_per_sec) for entry, row in zip(entries, report.entries, strict=True)]
-    ran = [(entry, speed) for entry, speed in ran if speed]
-    writer = Events(home / (ran[0][0] if ran else entries[0]).slug, ".compared")
-    writer.text("compare", as_markdown(report), 0)
-    for n, path in enumerate(pictures, 1):
-        picture = Summary.Image(encoded_image_string=path.read_bytes())
-        writer.add(Summary(value=[Summary.Value(tag=f"compare/{n}_{path.stem}", image=picture)]), 0)
+    writer = Events(folder / "tensorboard" / entries[0].slug, ".compared")
+    picture = Summary.Image(encoded_image_string=(folder / "compare.png").read_bytes())
+    writer.add(Summary(value=[Summary.Value(tag="compare/1_compare", image=picture)]), 0)
     writer.close()
-    for entry, figures in ran:
-        writer = Events(home / entry.slug, ".compared")
-        for repeat, speed in figures.runs.items() if figures else ():
-            writer.scalars({"compare/samples_per_sec": speed}, int(repeat))
-        writer.close()

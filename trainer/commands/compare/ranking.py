@@ -1,26 +1,133 @@
-"""What the runs amount to: one row an entry, and what can be said of which is faster."""
+"""What the runs amount to, with the keys that `compare` returns and compare.json holds, which are stable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from trainer.commands.compare.comparison_report import (
-    ComparedFigures,
-    EntryFigures,
-    EntryRuns,
-    RatioFigures,
-    SpeedFigures,
-)
-from trainer.commands.compare.exactness import exactness_of
+from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.exactness import Exactness, exactness_of
 from trainer.commands.trials import significance
-from trainer.commands.trials.report import listed
+from trainer.commands.trials.report import MachineFigures, listed
 from trainer.commands.trials.significance import Difference
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "on CPU cores"
 NO_DIFFERENCE = "no difference shown"
+
+
+@dataclass
+class EntryRuns:
+    """An entry and what its runs left."""
+
+    entry: Entry
+    parts: list[str]  # what in its model depends on how a batch is divided
+    # (line, exit code): why it cannot run here, or of the run that failed, after which the entry was left alone
+    error: tuple[str, int] | None = None
+    # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)  # images/s of each timed repeat
+    losses: list[float] = field(default_factory=list)  # of the check, one a step
+    # as losses, of the same mathematics with its sums in another order; empty where that was not run
+    rounded: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a timed run is: optimizer steps in all, epochs that hold them, steps from one logged row to the next."""
+
+    steps: int
+    epochs: int
+    every: int
+
+    def words(self) -> list[str]:
+        """All entries train as long."""
+        steps = [f"max_steps={self.steps}", f"epochs={self.epochs}", f"logging.every_steps={self.every}"]
+        return [*steps, "stop.patience=null"]
+
+
+@dataclass(frozen=True)
+class SpeedFigures:
+    """Images/s: of the repeats that ended well, by their numbers."""
+
+    mean: float
+    std: float | None
+    runs: dict[int, float]
+
+
+@dataclass(frozen=True)
+class RatioFigures:
+    """How many times as fast as the reference, repeat by repeat."""
+
+    median: float
+    low: float
+    high: float
+    runs: list[float]
+
+
+@dataclass(frozen=True)
+class ComparedFigures:
+    """What is shown of a row and its reference, and the confidence interval of their ratio."""
+
+    verdict: str
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class EntryFigures:
+    """A row of the table. Of the timed repeats: means, and of memory the most; losses and accuracy of the last one."""
+
+    entry: str
+    mode: str
+    words: list[str]
+    ranks: int
+    threads: int
+    devices: list[str] | None
+    repeats: int
+    step_time_s: float | None
+    peak_memory_bytes: dict[str, int]
+    train_loss: float | None
+    val_loss: float | None
+    val_top1: float | None
+    data_wait_fraction: float | None
+    samples_per_sec: SpeedFigures | None
+    ratio: RatioFigures | None
+    reference: str
+    compared: ComparedFigures | None
+    exactness: Exactness
+    label: str
+    error: str | None
+    exit_code: int
+
+    @property
+    def disagrees(self) -> bool:
+        return self.exactness.verdict == "disagrees"
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """All of it."""
+
+    recipe: str
+    status: str
+    command: str
+    asked: dict[str, Any]  # what `compare` was asked for; `settings` are those of its recipe, resolved
+    length: Length | None
+    repeats: int
+    steps: int | None
+    warmup_steps: int
+    batch_size: int
+    model: str
+    entries: list[EntryFigures]
+    pairs: list[Difference]
+    conclusion: list[str]
+    other_programs_cores: float | None
+    machine: MachineFigures
+    versions: dict[str, str | None]
+    seconds: float
 
 
 def tabulate(
@@ -39,7 +146,7 @@ def tabulate(
 def _figures(
     row: EntryRuns, rows: Sequence[EntryRuns], against: Mapping[tuple[str, str], Difference], is_fair: bool
 ) -> EntryFigures:
-    entry, reference = row.entry, _reference_of(row, rows)
+    entry, reference = row.entry, _reference_of(rows)
     pair = against.get((entry.name, reference.entry.name))
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
@@ -47,12 +154,11 @@ def _figures(
     peaks: dict[str, int] = {}
     for device, size in (pair for result in timed for pair in result["peak_memory_bytes"].items()):
         peaks[device] = max(size, peaks.get(device, 0))
-    single = reference if reference.entry.traits.reference else None
+    single = reference if reference.entry.recipe.traits.reference else None
     return EntryFigures(
         entry=entry.name,
-        mode=entry.mode,
+        mode=entry.recipe.mode,
         words=list(entry.words),
-        value=entry.value,
         ranks=entry.ranks,
         threads=entry.threads,
         devices=last.get("devices"),
@@ -81,11 +187,9 @@ def _figures(
     )
 
 
-def _reference_of(row: EntryRuns, rows: Sequence[EntryRuns]) -> EntryRuns:
-    """What an entry's ratio is to: single at the same swept value, else single, else the first entry of all."""
-    singles = [other for other in rows if other.entry.traits.reference]
-    same = [other for other in singles if other.entry.value == row.entry.value]
-    return (same or singles or [*rows])[0]
+def _reference_of(rows: Sequence[EntryRuns]) -> EntryRuns:
+    """What a ratio is to: single, else the first entry."""
+    return next((row for row in rows if row.entry.recipe.traits.reference), rows[0])
 
 
 def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:

@@ -112,7 +112,7 @@ class CheckRunner:
         is measured in turn with something else is measured anew. Its weights are not kept. Raises TrialFailed.
         """
         variables = {"NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
-        trial = TrialRun(f"runs/{name}", [*QUIET, *words], devices=(), environment=variables)
+        trial = TrialRun(f"runs/{name}", [*QUIET, *words], variables)
         engine = TrialEngine(self.folder, timeout=TIMEOUT)
         if timed:
             shutil.rmtree(engine.path(trial), ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -9,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from trainer import recipe as recipes
-from trainer.commands.compare.entries import parse_sweep
 from trainer.devices.assignment import assign_devices
 from trainer.errors import RecipeError, SetupError
 from trainer.processes.interrupts import SAVING
@@ -18,6 +20,7 @@ from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_files import positive_integer, split_words
+from trainer.recipe.reflection import defaults, is_text
 from trainer.recipe.text import shown
 
 LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
@@ -131,13 +134,19 @@ def _varied(array: str | None) -> list[str]:
     """The word of each run of a job array."""
     if array is None:
         return []
+    key, _, text = array.partition(":")
     try:
-        sweep = parse_sweep(array)
-    except RecipeError as error:
-        raise RecipeError(str(error).replace("sweep=", "array=")) from None
-    if sweep.key == "nproc":
-        raise RecipeError("array=nproc is not for an array, whose runs have the same nodes: write a file for each")
-    return [sweep.word(value) for value in sweep.values]
+        values = yaml.load(text, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        values = None
+    if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
+        line = f"array={shown(array)} must be a key and a list of values, each once"
+        raise RecipeError(f"{line}, as in array=batch_size:[32,64]")
+    if key not in defaults() or key in ("mode", "output", "resume"):
+        guess = recipes.nearest(key, defaults())
+        hint = f"did you mean {guess}?" if guess else "write a file for each run"
+        raise RecipeError(f"array={shown(key)} is no key in which the runs of an array differ; {hint}")
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for value in values]
 
 
 def _gpus(recipe: Recipe, nproc: int, nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""The results of a sweep: a row a trial, best first, which claims about the best hold, and their tables."""
+"""The results of a sweep: a row a trial, best first, which claims about the best hold, tables and picture."""
 
 from __future__ import annotations
 
@@ -7,44 +7,37 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
-from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.sweep.space import Dimension, SweepTrial
 from trainer.commands.trials import report as reports
-from trainer.commands.trials.significance import ERROR, differences, mean_and_std
+from trainer.commands.trials.significance import ERROR, MARGIN, differences, mean_and_std
 from trainer.processes.terminal import BOLD
-from trainer.telemetry import readable
+from trainer.telemetry import plots, readable
 
-Status = Literal["done", "failed", "not done"]
-MOST = 8  # trials that a sentence lists
-ORDER: tuple[Status, ...] = ("done", "not done", "failed")
-FIGURES = ("status", "value", "std", "epochs", "seconds", "compared", "error", "exit_code")  # columns of sweep.csv
+ORDER = ("done", "not done", "failed")  # what a trial's status may be
+SPEED = "images/s"  # as the name of a metric
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The task's metric, of the held-out images, and what these are, in words."""
+    """What is looked for: the task's metric, of the held-out images, or images/s."""
 
     name: str
     larger_is_better: bool
-    images: str
+    about: str  # what it is, as a sentence
 
     def text(self, value: float | None) -> str:
-        return readable.score(self.name, value)
-
-    def spread(self, value: float) -> str:
-        """A standard deviation, in the metric's unit."""
-        return self.text(value).removesuffix("%")
+        return readable.number(value) if self.name == SPEED else readable.score(self.name, value)
 
 
 @dataclass(frozen=True)
 class RunFigures:
     """How a run ended."""
 
-    value: float | None  # of the metric in its best epoch; None where it failed
-    epochs: int  # that were evaluated
-    seconds: float  # of training, over all parts of the run
+    value: float | None  # of the metric; None where it failed
+    seconds: float = 0.0  # of training, over all parts of the run
     images: int = 0  # that were held out
     folder: str = ""
     error: str | None = None  # why it failed; None where it did not
@@ -57,11 +50,10 @@ class TrialFigures:
 
     trial: int  # its number, in the order in which trials ran
     values: dict[str, str]
-    status: Status
-    value: float | None  # mean of the metric over the runs; of each its best epoch
-    std: float | None  # standard deviation
+    status: str
+    value: float | None  # mean of the metric over the runs
+    std: float | None
     runs: dict[int, float]  # the metric by seed
-    epochs: int  # that were trained in all runs together
     seconds: float  # of training, of all runs together
     # with the best: "worse", or that no difference is shown; null for the best and where nothing can be said
     compared: str | None
@@ -72,18 +64,15 @@ class TrialFigures:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """All of it."""
+    """What sweep.json holds."""
 
     recipe: str
     status: str
     command: str
     asked: dict[str, Any]
     keys: list[str]
-    logarithmic: list[str]
     repeats: int
     metric: str
-    larger_is_better: bool
-    images: str
     trials: list[TrialFigures]
     conclusion: list[str]
     best: list[str] | None
@@ -117,7 +106,6 @@ def _row(trial: SweepTrial, runs: Mapping[int, RunFigures], repeats: int) -> Tri
         value=mean,
         std=std if len(values) > 1 else None,
         runs=values,
-        epochs=sum(run.epochs for run in runs.values()),
         seconds=sum(run.seconds for run in runs.values()),
         compared=None,
         error=failed.error if failed else None,
@@ -135,16 +123,17 @@ def _compared(rows: list[TrialFigures], metric: Metric, images: int) -> list[Tri
     Which row is the best was chosen by the same figures. So the error is that of all pairs: each row may have been the
     best, and of a pair only one direction is claimed, hence 2 / rows of it for the pairs of one row.
     """
-    done = {str(row.trial): row for row in rows if row.status == "done"}
+    done = {str(row.trial): row.runs for row in rows if row.status == "done"}
     if len(done) < 2 or len(rows[0].runs) < 2:
         return rows
     best, *others = done
-    scale = max(abs(value) for row in done.values() for value in row.runs.values()) or 1.0
-    # `differences` compares logarithms; of a metric plain differences count.
-    logs = {name: {seed: math.exp(value / scale) for seed, value in row.runs.items()} for name, row in done.items()}
-    least = math.sqrt(2) / images / scale if metric.name in readable.FRACTIONS and images else 0.0
-    among = [(best, other) for other in others]
-    pairs = differences(logs, ERROR * 2 / len(done), margin=0.0, among=among, least=least)
+    among, margin, least = [(best, other) for other in others], MARGIN, 0.0
+    if metric.name != SPEED:  # `differences` compares logarithms; of a metric plain differences count
+        scale = max(abs(value) for runs in done.values() for value in runs.values()) or 1.0
+        done = {name: {seed: math.exp(value / scale) for seed, value in runs.items()} for name, runs in done.items()}
+        margin, is_share = 0.0, metric.name in readable.FRACTIONS and images
+        least = math.sqrt(2) / images / scale if is_share else 0.0
+    pairs = differences(done, ERROR * 2 / len(done), margin, among, least)
     verdicts = {int(pair.second): "worse" if pair.verdict else NO_DIFFERENCE for pair in pairs}
     return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
 
@@ -152,42 +141,33 @@ def _compared(rows: list[TrialFigures], metric: Metric, images: int) -> list[Tri
 def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
     """What may be said, in sentences."""
     done = [row for row in rows if row.status == "done"]
-    sentences = []
-    if done:
-        best = f"trial {done[0].trial}"
-        sentences += [
-            f"{metric.name} is that of each run's best epoch, on {metric.images}",
-            f"the best of {readable.counted(len(done), 'trial')} was chosen by this figure, which is therefore "
-            "optimistic: images that no trial has seen tell more",
-        ]
+    sentences = [metric.about] if done else []
+    if done and metric.name != SPEED:
+        best = f"the best of {readable.counted(len(done), 'trial')} was chosen by this figure"
+        sentences.append(f"{best}, which is therefore optimistic: images that no trial has seen tell more")
     if len(done) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
     elif len(done) > 1:
-        alike = [row for row in done[1:] if row.compared == NO_DIFFERENCE]
-        worse = [row for row in done[1:] if row.compared != NO_DIFFERENCE]
-        if alike:
-            few = f"; {repeats} seeds show only large differences" if repeats < 5 else ""
-            sentences.append(f"{NO_DIFFERENCE} between {best} and {_listed(alike)}{few}")
-        if worse:
-            sentences.append(f"{best} is shown to be better than {_listed(worse)}")
+        worse = sum(row.compared == "worse" for row in done)
+        few = f"; {repeats} seeds show only large differences" if repeats < 5 else ""
+        sentences.append(f"trial {done[0].trial} is shown to be better than {worse} of {len(done) - 1} others{few}")
     if failed := sum(row.status == "failed" for row in rows):
         sentences.append(f"{readable.counted(failed, 'trial')} failed")
     return sentences
 
 
-def _listed(rows: Sequence[TrialFigures]) -> str:
-    """Rows by their trials' numbers, or how many they are."""
-    numbers = ", ".join(str(number) for number in sorted(row.trial for row in rows))
-    return f"{len(rows)} others" if len(rows) > MOST else f"trial{'s' * (len(rows) > 1)} {numbers}"
-
-
 def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
-    """sweep.json, sweep.md and sweep.csv, a line a trial, best first."""
-    rows: list[list[Any]] = [["trial", *report.keys, *FIGURES, "folder"]]
+    """sweep.json, sweep.csv, a line a trial, best first, and sweep.md, to paste into an issue."""
+    figures = ("status", "value", "std", "seconds", "compared", "error", "exit_code")
+    rows: list[list[Any]] = [["trial", *report.keys, *figures, "folder"]]
     for row in report.trials:
-        figures = [getattr(row, name) for name in FIGURES]
-        rows.append([row.trial, *(row.values[key] for key in report.keys), *figures, " ".join(row.folders)])
-    reports.write_tables(folder, "sweep", asdict(report), as_markdown(report, metric), rows)
+        cells = [getattr(row, name) for name in figures]
+        rows.append([row.trial, *(row.values[key] for key in report.keys), *cells, " ".join(row.folders)])
+    best = [f"Best:\n\n    {shlex.join(report.best)}"] if report.best else []
+    bold, more = [0] if report.done else [], [*best, reports.versions_line(report.versions)]
+    title, table = f"{report.recipe}: {len(report.trials)} trials", columns(report, metric)
+    page = reports.as_markdown(title, report.command, table, bold, report.conclusion, *more)
+    reports.write_tables(folder, "sweep", asdict(report), page, rows)
 
 
 def columns(report: SweepReport, metric: Metric) -> list[list[str]]:
@@ -196,12 +176,11 @@ def columns(report: SweepReport, metric: Metric) -> list[list[str]]:
     compared = "compared" if any(row.compared for row in report.trials) else ""
     table = [["trial", *report.keys, f"{metric.name}{spread}", compared, "time", "note"]]
     for row in report.trials:
-        value = metric.text(row.value) if row.value is not None else "-"
-        value += f" +- {metric.spread(row.std)}" if row.std is not None else ""
-        time = readable.duration(row.seconds) if row.seconds else "-"
+        value = metric.text(row.value)
+        value += f" +- {metric.text(row.std).removesuffix('%')}" if row.std is not None else ""
         note = f"exit {row.exit_code}: {row.error}" if row.error else "" if row.status == "done" else "not done"
         values = (row.values[key] for key in report.keys)
-        table.append([str(row.trial), *values, value, row.compared or "", time, note])
+        table.append([str(row.trial), *values, value, row.compared or "", readable.duration(row.seconds or None), note])
     return table
 
 
@@ -211,9 +190,32 @@ def as_text(report: SweepReport, metric: Metric) -> str:
     return reports.as_text(columns(report, metric), right, best, report.conclusion, reports.SHOWN)
 
 
-def as_markdown(report: SweepReport, metric: Metric) -> str:
-    """To paste into an issue: command, table, what it says, the winning command, versions."""
-    best = [f"Best:\n\n    {shlex.join(report.best)}"] if report.best else []
-    bold, more = [0] if report.done else [], [*best, reports.versions_line(report.versions)]
-    title, table = f"{report.recipe}: {len(report.trials)} trials", columns(report, metric)
-    return reports.as_markdown(title, report.command, table, bold, report.conclusion, *more)
+def draw(folder: Path, report: SweepReport, dimensions: Sequence[Dimension]) -> list[Path]:
+    """sweep.png, where a trial has a figure: the metric over each key, all trials in every panel, the best one ringed.
+
+    Values of a list lie evenly, as they were typed; those of a range on its scale.
+    """
+    if not report.done:
+        return []
+    count, scale = len(dimensions), 100.0 if report.metric in readable.FRACTIONS else 1.0
+    figure, panels = plots.canvas(max(8.0, 3.6 * count), 4.4, count)
+    y = [scale * (row.value or 0.0) for row in report.done]
+    std = [scale * (row.std or 0.0) for row in report.done]
+    for axes, part in zip(panels, dimensions, strict=True):
+        values = [row.values[part.key] for row in report.done]
+        x = [float(value) if part.ends else float(part.values.index(value)) for value in values]
+        axes.errorbar(x, y, yerr=std if report.repeats > 1 else None, color=plots.COLOURS[0], fmt="o", capsize=4)
+        if count == 1 and not part.ends:
+            axes.plot(*zip(*sorted(zip(x, y, strict=True)), strict=True), color=plots.COLOURS[0])
+        axes.plot(x[:1], y[:1], "o", color=plots.COLOURS[3], markersize=15, markeredgewidth=2, fillstyle="none")
+        axes.set_xlabel(part.key)
+        if part.ends:
+            axes.set_xscale("log" if part.log else "linear")
+        else:
+            axes.set_xticks(range(len(part.values)), part.values)
+    panels[0].set_ylabel(report.metric + ", %" * (scale > 1))
+    title = f"{report.recipe}: {len(report.done)} of {len(report.trials)} trials"
+    title += f"; mean and standard deviation of {report.repeats} seeds" * (report.repeats > 1)
+    figure.suptitle(title, color=plots.INK, fontsize=11)
+    plots.save_picture(figure, folder / "sweep.png")
+    return [folder / "sweep.png"]

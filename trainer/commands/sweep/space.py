@@ -1,6 +1,7 @@
 """Words -> what is tried: the keys that vary, what all trials share, and where on this machine each trial runs.
 
-A key varies by a list of values, `optimizer.lr=[0.01,0.1]`, or by a range, `optimizer.lr=0.001..1`.
+A key varies by a list of values, `optimizer.lr=[0.01,0.1]`, or by a range, `optimizer.lr=0.001..1`, of which Optuna's
+TPE sampler draws values.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +20,7 @@ from trainer import recipe as recipes
 from trainer.devices.assignment import present
 from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
+from trainer.launch.topology import Launch
 from trainer.processes import resources
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS, check_names
@@ -26,8 +28,9 @@ from trainer.recipe.recipe_files import word_value
 from trainer.recipe.reflection import kinds
 from trainer.recipe.text import shown
 
-OWN_WORDS = ("recipe", "repeats", "trials", "nproc", "plugin", "output", "resume")
+OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output", "resume")
 SAMPLED = 20  # trials, where a range is given and nothing is said of their number
+RANDOM = 10  # of them are drawn at random before the sampler looks at what was good
 MOST = 1000  # combinations
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 FACTOR = 10  # a range whose ends differ by so much is sampled on a logarithmic scale
@@ -40,45 +43,42 @@ FIXED = {  # keys that no sweep varies, and what to type instead
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Values of a key, as they are typed for one run."""
+class Dimension:
+    """A key that varies: over a list, or over all numbers of a range, both ends included."""
 
     key: str
-    values: tuple[str, ...]
-
-    def ends(self) -> tuple[str, ...]:
-        return self.values
-
-    def __str__(self) -> str:
-        return f"{self.key}={' or '.join(self.values)}"
-
-
-@dataclass(frozen=True)
-class Range:
-    """All numbers of a key from `low` to `high`, both included; whole ones where the key takes no others."""
-
-    key: str
-    low: float
-    high: float
-    whole: bool
+    values: tuple[str, ...]  # as they are typed for one run; of a range its ends
+    ends: tuple[float, float] | None = None  # None: it is a list
+    whole: bool = False  # a range of whole numbers, for the key takes no others
 
     @property
     def log(self) -> bool:
-        """Whether every factor counts alike, rather than every difference."""
-        return self.low > 0 and self.high >= FACTOR * self.low
+        """Of a range: whether every factor counts alike, rather than every difference."""
+        return self.ends is not None and self.ends[0] > 0 and self.ends[1] >= FACTOR * self.ends[0]
 
-    def typed(self, value: float) -> str:
-        """A number of the range as one types it, with four figures."""
-        return str(round(value)) if self.whole else f"{min(max(float(f'{value:.4g}'), self.low), self.high):.12g}"
+    def typed(self, value: Any) -> str:
+        """A value as one types it; a number of a range with four figures."""
+        if self.ends is None or self.whole:
+            return str(value)
+        return f"{min(max(float(f'{value:.4g}'), self.ends[0]), self.ends[1]):.12g}"
 
-    def ends(self) -> tuple[str, ...]:
-        return self.typed(self.low), self.typed(self.high)
+    def drawn(self, text: str) -> Any:
+        """The value that Optuna knows by this text."""
+        return text if self.ends is None else int(text) if self.whole else float(text)
+
+    def distribution(self) -> Any:
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if self.ends is None:
+            return CategoricalDistribution(self.values)
+        if self.whole:
+            return IntDistribution(int(self.ends[0]), int(self.ends[1]), self.log)
+        return FloatDistribution(*self.ends, self.log)
 
     def __str__(self) -> str:
-        return f"{self.key} from {self.typed(self.low)} to {self.typed(self.high)}" + " on a log scale" * self.log
-
-
-Dimension = Choices | Range
+        if self.ends is None:
+            return f"{self.key}={' or '.join(self.values)}"
+        return f"{self.key} from {' to '.join(self.values)}" + " on a log scale" * self.log
 
 
 def dimension(key: str, text: str) -> Dimension | None:
@@ -92,7 +92,7 @@ def dimension(key: str, text: str) -> Dimension | None:
     """
     taken = kinds().get(key, ())
     if text.startswith("["):
-        return _choices(key, text, list in taken) if taken else None
+        return _listed(key, text, list in taken) if taken else None
     if not {int, float} & {*taken} or str in taken or ".." not in text:
         return None
     match, whole = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower()), float not in taken
@@ -101,28 +101,27 @@ def dimension(key: str, text: str) -> Dimension | None:
         numbers, example = ("whole numbers", "16..256") if whole else ("numbers", "0.001..0.1")
         line = f"{key}={shown(text)} is not a range: write two {numbers}, the smaller first, as in {key}={example}"
         raise RecipeError(line)
-    return Range(key, low, high, whole)
+    part = Dimension(key, (), (low, high), whole)
+    return Dimension(key, tuple(part.typed(int(end) if whole else end) for end in (low, high)), (low, high), whole)
 
 
-def _choices(key: str, text: str, lists: bool) -> Choices | None:
+def _listed(key: str, text: str, takes_lists: bool) -> Dimension | None:
     try:
         values = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError):
         values = None
     if not isinstance(values, list) or not values:
         raise RecipeError(f"{key}={shown(text)} lists no values: write {key}=[first,second], in quotes for the shell")
-    if lists and not any(isinstance(value, list) for value in values):
+    if takes_lists and not any(isinstance(value, list) for value in values):
         return None
-    seen: dict[str, str] = {}
-    for number, value in enumerate(values, 1):
-        plain = isinstance(value, list) and not any(isinstance(inner, list | dict) for inner in value)
-        word = f"[{','.join(map(str, value))}]" if plain else value
-        if not isinstance(word, str) or not word:
-            raise RecipeError(f"{key}: {shown(value) or 'an empty value'} in a list to try is not a value of this key")
-        same = seen.setdefault(repr(word_value(key, word)), word)
-        if len(seen) < number:
-            raise RecipeError(f"{key} lists {same} and {word}, which are the same: keep one")
-    return Choices(key, tuple(seen.values()))
+
+    def word(value: Any) -> str:
+        return f"[{','.join(map(word, value))}]" if isinstance(value, list) else str(value)
+
+    words = tuple(map(word, values))
+    if len({repr(word_value(key, text)) for text in words}) < len(words):
+        raise RecipeError(f"{key}={shown(text)} has values that are the same: keep one of them")
+    return Dimension(key, words)
 
 
 @dataclass(frozen=True)
@@ -136,105 +135,102 @@ class SweepTrial:
     def words(self) -> list[str]:
         return [f"{key}={value}" for key, value in self.values.items()]
 
-    @property
-    def name(self) -> str:
-        return " ".join(self.words)
-
     def folder(self, seed: int | None) -> str:
         """The name of its run with the recipe's own seed, or with another one."""
         text = "-".join([*self.words, *([f"seed={seed}"] if seed is not None else [])])
         return f"{self.number:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
 
 
-@dataclass(frozen=True)
 class SearchSpace:
-    """What a sweep was asked for, checked."""
+    """What a sweep was asked for, checked: from the words that no command takes.
 
-    source: str  # the recipe's name or file
-    typed_words: tuple[str, ...]  # of the recipe, as they were typed
-    words: tuple[str, ...]  # those for every trial; with `mode=single` where one device is enough for a trial
-    dimensions: tuple[Dimension, ...]  # the keys that vary
-    trials: int | None  # how many are sampled; None where lists are tried in every combination
-    repeats: int  # runs of each trial, with a seed each
-    nproc: str | None
-    plugin: str | None
-    base: Recipe  # the recipe of the words, without the keys that vary
+    Args:
+        source: the recipe's name or file.
+        repeats: runs of each trial, with a seed each.
+        trials: how many are sampled; None: the default, or, of lists alone, every combination.
+        speed: images/s are looked for, rather than the task's metric.
 
-    @classmethod
-    def of(
-        cls, source: str, words: Sequence[str], repeats: int, trials: int | None, nproc: str | None, plugin: str | None
-    ) -> SearchSpace:
-        """From the words that no command takes. Raises RecipeError, SetupError."""
+    Raises:
+        RecipeError: no trial, or one of them, could run. SetupError: Optuna is not installed.
+    """
+
+    def __init__(
+        self, source: str, words: Sequence[str], repeats: int = 1, trials: int | None = None, nproc: str | None = None,
+        plugin: str | None = None, speed: bool = False,
+    ) -> None:  # fmt: skip
+        self.source, self.repeats, self.nproc, self.plugin, self.speed = source, repeats, nproc, plugin, speed
         pairs = [word.partition("=") for word in words]
         meant = [dimension(key, text) for key, _, text in pairs]
-        fixed = [word for word, part in zip(words, meant, strict=True) if part is None]
-        dimensions = tuple(part for part in meant if part is not None)
-        base = recipes.load(source, *fixed)
-        _check(dimensions, [key for key, *_ in pairs], repeats, trials)
-        if any(isinstance(part, Range) for part in dimensions):
-            trials = trials or SAMPLED
-        chosen = any(key == "mode" for key, _, _ in pairs)
-        if base.traits.exchanges in ("gradients", "copies") and nproc is None and not chosen:
-            fixed.append("mode=single")  # the same maths on one device
-            base = recipes.load(source, *fixed)
+        self.words = [word for word, part in zip(words, meant, strict=True) if part is None]  # those for every trial
+        self.dimensions = [part for part in meant if part is not None]  # the keys that vary
+        self.base = recipes.load(source, *self.words)
+        _check(self.dimensions, [key for key, *_ in pairs], repeats, trials)
+        is_sampled = any(part.ends for part in self.dimensions)
+        self.trials = (trials or SAMPLED) if is_sampled else None
+        is_chosen = nproc is not None or any(word.startswith("mode=") for word in words)
+        if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
+            self.words.append("mode=single")  # the same maths on one device
+            self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
-        space = cls(source, tuple(words), tuple(fixed), dimensions, trials, repeats, nproc, plugin, base)
-        for values in space.probes():
-            space.check(values)
-        return space
-
-    @property
-    def name(self) -> str:
-        return self.base.name
+        first = {part.key: part.values[0] for part in self.dimensions}
+        ends = [{**first, part.key: value} for part in self.dimensions for value in part.values]
+        for values in ends if is_sampled else [trial.values for trial in self.combinations()]:
+            self._check(values)
 
     @property
     def keys(self) -> list[str]:
         return [part.key for part in self.dimensions]
 
-    @property
-    def seeds(self) -> list[int]:
-        return [self.base.seed + repeat for repeat in range(self.repeats)]
-
-    @property
-    def launch_words(self) -> list[str]:
-        """Those that are of no recipe."""
-        return [f"{key}={value}" for key in ("plugin", "nproc") if (value := getattr(self, key)) is not None]
-
     def combinations(self) -> list[SweepTrial]:
         """Of lists alone: every one, the last key changing fastest."""
-        lists = [[(part.key, value) for value in part.ends()] for part in self.dimensions]
+        lists = [[(part.key, value) for value in part.values] for part in self.dimensions]
         return [SweepTrial(number, dict(values)) for number, values in enumerate(itertools.product(*lists), 1)]
 
-    def probes(self) -> Iterator[Mapping[str, str]]:
-        """Values whose recipes are checked before anything starts: all combinations of lists; of ranges their ends."""
-        if self.trials is None:
-            yield from (trial.values for trial in self.combinations())
-            return
-        first = {part.key: part.ends()[0] for part in self.dimensions}
-        yield from ({**first, part.key: value} for part in self.dimensions for value in part.ends())
+    def sampled(self, ended: Sequence[tuple[Mapping[str, str], float | None]], larger: bool) -> dict[str, str]:
+        """Values of the next trial, drawn from those so far; None: it failed, or has not ended. `larger` is better."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=(self.base.seed + len(ended)) % 2**32)
+        study = optuna.create_study(sampler=sampler, direction="maximize" if larger else "minimize")
+        over = {part.key: part.distribution() for part in self.dimensions}
+        for values, value in ended:
+            drawn = {part.key: part.drawn(values[part.key]) for part in self.dimensions}
+            state = optuna.trial.TrialState.FAIL if value is None else optuna.trial.TrialState.COMPLETE
+            study.add_trial(optuna.trial.create_trial(state=state, value=value, params=drawn, distributions=over))
+        params = study.ask(over).params
+        return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
     def typed(self, values: Mapping[str, str]) -> list[str]:
         """What one types to train with a trial's values, on whichever devices there are."""
-        shared = [word for word in self.words if not word.startswith(("devices=", "threads="))]
-        more = self.launch_words
+        own = [f"{key}={value}" for key, value in (("plugin", self.plugin), ("nproc", self.nproc)) if value is not None]
         if self.base.devices != "auto" and self.base.traits.single_device:
-            more.append(f"devices=[{self.base.devices[0]}]")
-        return [f"recipe={self.source}", *more, *shared, *(f"{key}={value}" for key, value in values.items())]
+            own.append(f"devices=[{self.base.devices[0]}]")
+        own += [word for word in self.words if not word.startswith(("devices=", "threads="))]
+        return [f"recipe={self.source}", *own, *(f"{key}={value}" for key, value in values.items())]
 
-    def check(self, values: Mapping[str, str]) -> None:
+    def _check(self, values: Mapping[str, str]) -> None:
         """Raises RecipeError where a trial could not run with these values."""
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
             if self.plugin is None:
                 check_names(chosen)
-            launching.launch_to_start(_on_one_place(chosen, self.nproc), self.nproc)
+            self._launch(chosen)
         except RecipeError as error:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
+    def _launch(self, recipe: Recipe) -> Launch | None:
+        """How a trial starts: `devices` are those of the sweep, and a trial gets as many as it needs."""
+        several = int(self.nproc) if self.nproc and self.nproc.isdigit() else None
+        needs = 1 if recipe.traits.single_device else several
+        if needs and recipe.devices != "auto":
+            recipe = recipe.replace(devices=recipe.devices[:needs])
+        return launching.launch_to_start(recipe, self.nproc)
+
     def count(self) -> int:
         """Trials."""
-        return self.trials or math.prod(len(part.ends()) for part in self.dimensions)
+        return self.trials or math.prod(len(part.values) for part in self.dimensions)
 
     def asked(self) -> dict[str, Any]:
         """What a folder is bound to: all but how many trials and repeats there are to be."""
@@ -243,7 +239,35 @@ class SearchSpace:
             "nproc": self.nproc,
             "plugin": self.plugin,
             "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
+            **({"metric": "speed"} if self.speed else {}),
         }
+
+    def places(self) -> list[list[str]]:
+        """Words of where trials run at the same time: a device each, or cores. Raises RecipeError.
+
+        Never more than there are runs. Speeds are measured one at a time.
+        """
+        recipe, runs = self.base, 1 if self.speed else self.count() * self.repeats
+        launch = self._launch(recipe)
+        if launch is not None and launch.nnodes > 1:
+            raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
+        ranks, cores = launch.nproc if launch else 1, resources.cores()
+        cuda = resources.cuda_wanted(recipe)
+        names = [f"cuda:{n}" for n in range(cuda)] if recipe.devices == "auto" else present(recipe.devices, cuda)
+        cards = [name for name in names if name != "cpu"]
+        if recipe.traits.many_devices and ranks == 1:
+            groups = [names or ["auto"]]
+        elif cards:
+            groups = [cards[n : n + ranks] for n in range(0, len(cards) - ranks + 1, ranks)][:runs]
+        else:
+            fit = len(names) if len(names) > 1 and recipe.traits.single_device else 0
+            groups = [["cpu"]] * min(runs, fit or max(1, cores // (ranks * (recipe.threads or 1))))
+        share = max(1, cores // (len(groups) * ranks))
+        words = [f"threads={recipe.threads or share}"]
+        words += [f"nproc={ranks}"] * (recipe.traits.processes != "one")
+        if recipe.data.name in OWN_PHOTOS and recipe.data.workers is None:
+            words.append(f"data.workers={share}")
+        return [["devices=auto" if group == ["auto"] else f"devices=[{','.join(group)}]", *words] for group in groups]
 
 
 def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, trials: int | None) -> None:
@@ -255,81 +279,18 @@ def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, 
             raise RecipeError(f"{key} is given twice: keep the list or the range")
         if key == "seed" and repeats > 1:
             raise RecipeError(f"seed=[...] and repeats={repeats} both give the seeds: keep repeats=")
-    if sampled := [part for part in dimensions if isinstance(part, Range)]:
+    count = math.prod(len(part.values) for part in dimensions)
+    if sampled := [part for part in dimensions if part.ends]:
         if find_spec("optuna") is None:
-            instead = f"{sampled[0].key}=[{','.join(sampled[0].ends())}]"
-            line = f"{sampled[0]} is a range, which Optuna samples, and that is not installed"
-            raise SetupError(f"{line}: pip install optuna, or type a list: {instead}")
-        return
-    count = math.prod(len(part.ends()) for part in dimensions)
-    if count == 1:
+            line = f"{sampled[0]} is a range, which Optuna samples, and that is not installed: pip install optuna"
+            raise SetupError(f"{line}, or type a list: {sampled[0].key}=[{','.join(sampled[0].values)}]")
+    elif count == 1:
         what = f"{dimensions[0]} is one trial" if dimensions else "every key has one value"
         raise RecipeError(
             f"{what}: type the values to try, as in optimizer.lr=[0.01,0.03,0.1], or a range, optimizer.lr=0.001..1 "
             "(of a key whose value is a list: data.mean=[[0.5],[0.4]])"
         )
-    if trials:
-        raise RecipeError(
-            f"trials={trials} is for ranges, as in optimizer.lr=0.001..1; lists are tried in every combination, here "
-            f"{count:,}: leave trials= out"
-        )
-    if count > MOST:
-        line = f"{count:,} combinations are more than {MOST:,}"
-        raise RecipeError(f"{line}: shorten the lists, or type ranges with trials=100")
-
-
-def _on_one_place(recipe: Recipe, nproc: str | None) -> Recipe:
-    """A trial's recipe as it runs: `devices` are those of the sweep, and a trial gets as many as it needs."""
-    needs = 1 if recipe.traits.single_device else int(nproc) if nproc and nproc.isdigit() else None
-    if needs and recipe.devices != "auto":
-        return recipe.replace(devices=recipe.devices[:needs])
-    return recipe
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where trials run at the same time."""
-
-    devices: tuple[tuple[str, ...], ...]  # of each place, as recipes write them
-    ranks: int  # processes of a trial
-    threads: int  # in each
-    several: bool  # whether the trials' mode can have several processes
-    workers: int | None  # processes that read photos, a rank; None where the data is none of that
-
-    @classmethod
-    def of(cls, space: SearchSpace) -> Places:
-        """As many as this machine has devices for, or cores; never more than runs. Raises RecipeError."""
-        recipe, runs = space.base, space.count() * space.repeats
-        launch = launching.launch_to_start(_on_one_place(recipe, space.nproc), space.nproc)
-        if launch is not None and launch.nnodes > 1:
-            raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
-        ranks, cores = launch.nproc if launch else 1, resources.cores()
-        cuda = resources.cuda_wanted(recipe)
-        names = [f"cuda:{n}" for n in range(cuda)] if recipe.devices == "auto" else present(recipe.devices, cuda)
-        listed = [name for name in names if name != "cpu"]
-        if listed:
-            width = 1 if recipe.traits.single_device else ranks if ranks > 1 else len(listed)
-            groups = [tuple(listed[n : n + width]) for n in range(0, len(listed) - width + 1, width)][:runs]
-        else:
-            fit = len(names) if len(names) > 1 and recipe.traits.single_device else 0
-            fit = fit or max(1, cores // (ranks * (recipe.threads or 1)))
-            groups = [("cpu",)] * min(runs, fit)
-        threads = recipe.threads or max(1, cores // (len(groups) * ranks))
-        reads = recipe.data.name in OWN_PHOTOS and recipe.data.workers is None
-        workers = max(1, cores // (len(groups) * ranks)) if reads else None
-        return cls(tuple(groups), ranks, threads, recipe.traits.processes != "one", workers)
-
-    def words(self, place: int) -> list[str]:
-        """Of a run at a place."""
-        devices = self.devices[place]
-        words = [f"devices=[{','.join(devices)}]", f"threads={self.threads}"]
-        words += [f"nproc={self.ranks}"] * self.several
-        return words + [f"data.workers={self.workers}"] * (self.workers is not None)
-
-    def __str__(self) -> str:
-        count = len(self.devices)
-        at_once = f"{count} at a time" if count > 1 else "one at a time"
-        what = f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
-        if self.devices[0] != ("cpu",):
-            return f"{at_once}, on {' | '.join(','.join(names) for names in self.devices)}"
-        return f"{at_once}, {f'{self.ranks} processes of ' * (self.ranks > 1)}{what}"
+    elif trials or count > MOST:
+        line = f"lists are tried in every combination, here {count:,}"
+        more = "trials= is for ranges, leave it out" if trials else f"at most {MOST:,}, shorten the lists"
+        raise RecipeError(f"{line}: {more}, or type a range, as in optimizer.lr=0.001..1")

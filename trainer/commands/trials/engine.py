@@ -5,10 +5,9 @@ A command says which trials, and what their results mean:
     with claim(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
         TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]]).run(trials(), told)
 
-`claim` holds the folder, refuses one that holds something else, and says at Ctrl-C and SIGTERM what to type. `trials()`
-is asked for the next trial whenever a place is free, so that what it yields may depend on the outcomes that `told` has
-heard. With one place they run in turn, in the order in which they are yielded (A B C A B C ...). A trial that was done
-before is not done again; one that failed or was stopped is done anew, or goes on (`TrialRun.resumes`).
+`trials()` is asked for the next trial whenever a place is free, so that what it yields may depend on the outcomes that
+`told` has heard. With one place they run in turn, in the order in which they are yielded (A B C A B C ...). A trial
+that was done before is not done again; one that failed or was stopped is done anew, or goes on (`TrialRun.resumes`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from trainer.saving.steps_file import read_steps
 AGAIN = "the same words continue it"
 LINGER = 25.0  # seconds that a run may take to leave once it is told to
 MOMENT = 0.02  # seconds between two looks at the runs
-START = 4.0  # seconds, about, before a process has its libraries
 FEW_WINDOWS = 5  # have no median to speak of
 
 
@@ -49,9 +47,7 @@ class TrialRun:
     """One run, as a user would type it."""
 
     name: str  # its folder below the engine's; what it prints goes into a .log file beside that
-    words: Sequence[str]  # all that one types, but for the next two and output=
-    seed: int | None = None  # None: what the words say
-    devices: Sequence[str] | None = None  # words of where it runs; None: those of the place that is free
+    words: Sequence[str]  # all that one types, but for those of its place and output=
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
     # Makes its value of its folder and its result.json, and removes what need not be kept. TrialFailed: it is of no
     # use. A KeyError, as of a file that is damaged: it is to be done anew.
@@ -100,14 +96,10 @@ class TrialEngine:
         self, folder: Path, places: Sequence[Sequence[str]] = ((),), grace: float = LINGER, timeout: float = math.inf
     ) -> None:
         self.folder, self.places, self.grace, self.timeout = folder, places, grace, timeout
-        self.seconds: dict[Path, float] = {}  # of the latest trial in each folder of `folder`, start-up and all
         self._running: list[_RunningTrial] = []
 
     def path(self, trial: TrialRun) -> Path:
         return self.folder / trial.name
-
-    def log(self, trial: TrialRun) -> Path:
-        return self.folder / f"{trial.name}.log"
 
     def run(self, trials: Iterable[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
         """Run all; `told` hears of each as it ends.
@@ -126,7 +118,7 @@ class TrialEngine:
                     if (outcome := self._outcome(running)) is not None:
                         self._running.remove(running)
                         running.stack.close()
-                        self._tell(told, running.trial, outcome)
+                        told(running.trial, outcome)
         except (KeyboardInterrupt, Preempted):
             self._stop()
             raise
@@ -143,25 +135,22 @@ class TrialEngine:
             raise TrialFailed(outcome.error, outcome.code)
         return outcome.value
 
-    def left(self, waiting: Iterable[tuple[str, float]]) -> float:
-        """Seconds that trials to come will take: each as long as the latest in its folder, and some seconds more."""
-        taken = [(self.seconds.get((self.folder / name).parent, START), more) for name, more in waiting]
-        return sum(seconds + more for seconds, more in taken) / len(self.places)
-
-    def kept(self, trial: TrialRun) -> TrialOutcome | None:
+    def _kept(self, trial: TrialRun) -> TrialOutcome | None:
         """How a trial ended before that need not run again; None where it is to run."""
         path = self.path(trial)
         result = usable_json(path / "result.json")
         if trial.resumes and result.get("status") == "failed" and result.get("exit_code") == NotFiniteError.code:
             return TrialOutcome(error=str(result.get("error")), code=NotFiniteError.code)
-        if result.get("status") != "completed" or not (trial.resumes or _words_of(path) == list(trial.words)):
+        if result.get("status") != "completed":
             return None
         try:
-            damaged = not trial.resumes and read_steps(path / "steps.csv")[1]
-            return None if damaged else TrialOutcome(trial.read(path, result))
+            is_same = trial.resumes or json.loads(read(path / "words.json")) == list(trial.words)
+            if not is_same or (not trial.resumes and read_steps(path / "steps.csv")[1]):
+                return None
+            return TrialOutcome(trial.read(path, result))
         except TrialFailed as error:
             return TrialOutcome(error=str(error), code=error.code)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
     def _begin(self, waiting: Iterator[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
@@ -170,25 +159,22 @@ class TrialEngine:
             trial = next(waiting, None)
             if trial is None:
                 return
-            if (outcome := self.kept(trial)) is not None:
-                self._tell(told, trial, outcome)
+            if (outcome := self._kept(trial)) is not None:
+                told(trial, outcome)
             else:
                 self._running.append(self._started(trial, min(free)))
 
     def _started(self, trial: TrialRun, place: int) -> _RunningTrial:
-        path, log = self.path(trial), self.log(trial)
-        more = {"logging.progress": "false"} | ({} if trial.seed is None else {"seed": str(trial.seed)})
-        words = merged(trial.words, self.places[place] if trial.devices is None else trial.devices)
-        words = merged(words, [f"{key}={value}" for key, value in more.items()])
+        path = self.path(trial)
+        words = merged(trial.words, [*self.places[place], "logging.progress=false"])
         command = [sys.executable, "-m", "trainer", *words, f"output={path}", *["resume=auto"] * trial.resumes]
         with writing(self.folder, AGAIN):
             if not trial.resumes:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
                 write_atomically(path / "words.json", json.dumps(list(trial.words)) + "\n")
-            output = log.open("w", encoding="utf-8")
-            output.write(shlex.join(command) + "\n")
-            output.flush()
+            output = _log(path).open("w", encoding="utf-8")
+            print(shlex.join(command), file=output, flush=True)
         stack = ExitStack()
         with output:
             variables = {**os.environ, **trial.environment}
@@ -201,18 +187,11 @@ class TrialEngine:
         if code is None:
             hangs = f"it did not end within {self.timeout:.0f} s"
             return TrialOutcome(None, hangs, PeerError.code, seconds) if seconds > self.timeout else None
-        done = self.kept(running.trial) if code == 0 else None
+        done = self._kept(running.trial) if code == 0 else None
         if done is None:
-            line = failure_line(self.log(running.trial), code)
+            line = failure_line(_log(self.path(running.trial)), code)
             return TrialOutcome(None, line, code if code > 0 else 128 - code if code else 1, seconds)
         return TrialOutcome(done.value, done.error, done.code, seconds)
-
-    def _tell(self, told: Callable[[TrialRun, TrialOutcome], object], trial: TrialRun, outcome: TrialOutcome) -> None:
-        """What it took, or about what it once did, is remembered."""
-        took = usable_json(self.path(trial) / "result.json").get("seconds")
-        before = START + took if isinstance(took, int | float) else START
-        self.seconds[self.path(trial).parent] = max(outcome.seconds or 0.0, before)
-        told(trial, outcome)
 
     def _stop(self) -> None:
         """Have all runs save and leave; those that do not within their time are killed behind this."""
@@ -248,12 +227,11 @@ def claim(
     def refusal(path: Path) -> TrainerError | None:
         previous = usable_json(path / file)
         before = previous.get("asked")
-        before = before if isinstance(before, dict) else None
-        if before is None and _is_used(path, strictly=resume is None):
-            return FolderInUseError(f"{path} holds something other than a {kind}; choose another output=")
-        if before is None or resume is False:
-            line = f"{path} is used already: continue with resume=auto, or choose another output="
-            return None if before is None else FolderInUseError(line)
+        if not isinstance(before, dict):
+            other = FolderInUseError(f"{path} holds something other than a {kind}; choose another output=")
+            return other if path.is_dir() and {*os.listdir(path)} - {".lock"} else None
+        if resume is False:
+            return FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
         changed = _changed(before, asked, free)
         if not changed:
             return None
@@ -261,8 +239,7 @@ def claim(
         line = f"{path} holds a {kind} with other {', '.join(changed[:3])}{on} choose another output="
         return FolderInUseError(line) if resume is None else RecipeError(f"resume=auto: {line}")
 
-    is_other = Path.exists if resume is not None else refusal
-    with folder_of(output, default, kind, is_other) as path:
+    with folder_of(output, default, kind, refusal) as path:
         if (error := refusal(path)) is not None:
             raise error
         begun = {**usable_json(path / file), "asked": asked, **({"command": command} if command else {})}
@@ -272,32 +249,22 @@ def claim(
             yield path
 
 
-def _is_used(path: Path, strictly: bool) -> bool:
-    if strictly:
-        return path.is_dir() and any(name != ".lock" for name in os.listdir(path))
-    return any((path / name).exists() for name in ("runs", "recipe.yaml", "result.json"))
-
-
 def _changed(before: Mapping[str, Any], asked: Mapping[str, Any], free: Collection[str]) -> list[str]:
     """Keys that differ; of the settings of an older version, what it did not know has the default."""
-    plain = asked.keys() - {"settings", *free}
-    changed = [key for key in asked if key in plain and before.get(key) != asked[key]]
+    plain = [key for key in {**asked, **before} if key not in {"settings", *free}]
+    changed = [key for key in plain if before.get(key) != asked.get(key)]
     if "settings" in asked:
         try:
-            old, new = (
-                recipes.flatten(load_stored(part["settings"], "settings").to_dict()) for part in (before, asked)
-            )
+            stored = (load_stored(part["settings"], "settings").to_dict() for part in (before, asked))
+            old, new = map(recipes.flatten, stored)
         except (RecipeError, KeyError):
             return [*changed, "settings"]
         changed += [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & {*free}]
     return changed
 
 
-def _words_of(path: Path) -> Any:
-    """What a run was started with; None where nobody knows."""
-    with suppress(OSError, ValueError, RecursionError):
-        return json.loads(read(path / "words.json"))
-    return None
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}.log")
 
 
 def merged(words: Sequence[str], more: Iterable[str]) -> list[str]:

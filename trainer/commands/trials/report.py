@@ -78,10 +78,26 @@ def versions_line(versions: Mapping[str, str | None]) -> str:
     return f"Versions: {listed}."
 
 
-def progress(done: int, total: int, what: str, news: str, seconds: float | None, left: float | None) -> None:
-    """One line of a trial that has ended: what came of it, seconds that it took, and those that are left."""
-    took = "" if seconds is None else f", {seconds:.0f} s"
-    say(f"[{done}/{total}] {what}: {news}{took}{'' if left is None else f'; {tqdm.format_interval(left)} left'}")
+class TrialsProgress:
+    """Lines of trials that end: how many of them did, what came of each, what it took, and the time that is left.
+
+    Those to come take as long as the others did since `begin`, in the mean.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.ran, self.begun = 0, time.monotonic()
+
+    def tell(self, what: str, news: str, seconds: float | None) -> None:
+        """`seconds`: None where it was done before."""
+        self.done += 1
+        self.ran += seconds is not None
+        left = (self.total - self.done) * (time.monotonic() - self.begun) / max(1, self.ran)
+        took = "" if seconds is None else f", {seconds:.0f} s; {tqdm.format_interval(left)} left"
+        say(f"[{self.done}/{self.total}] {what}: {news}{took}")
 
 
 def tell_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequence[Path]]) -> None:

@@ -28,7 +28,7 @@ from trainer.models.partition import trace
 from trainer.modes import STRATEGIES, sync_batchnorm
 from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
-from trainer.modes.pipeline.wire import Wire
+from trainer.modes.pipeline.ranks import Wire
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.rank import Place
 from trainer.processes.world import World

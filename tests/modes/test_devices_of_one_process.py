@@ -123,7 +123,7 @@ def test_trials_of_plans_leave_no_streams_and_no_memory(monkeypatch):
     monkeypatch.setattr(stages, "TRIAL_STEPS", (2, 2))
     with simulated(2) as machine:
         strategy = set_up("mode=pipeline", halves(), rows=16)
-        assert len(strategy.known["trials"]) > 1
+        assert len(strategy.tuned["trials"]) > 1
         assert len(machine.streams) == 2 + 2 + 2 * 2  # default ones, a stage's, two of an edge each way
         for card in range(2):
             allocated = torch.cuda.memory_allocated(card)

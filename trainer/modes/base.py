@@ -47,8 +47,7 @@ class Context:
     example: Example  # a micro-batch on this rank
     samples: int = 0  # of an epoch, over all ranks
     scale: Callable[[Tensor], Tensor] | None = None  # fp16's, of a loss before its backward pass
-    # What was measured before to choose how to run, as `Strategy.known` holds it
-    known: Mapping[str, Any] = field(default_factory=dict)
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # measured before to choose how to run, by `Strategy.tuned`
     say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
 
 
@@ -96,7 +95,7 @@ class Strategy:
         # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
         self.divisor = self.world.size if self.recipe.traits.every_sample else 1
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
-        self.known = dict(context.known)
+        self.tuned = dict(context.tuned)
         # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
         parts = self.world.size * self.recipe.accumulate * self.recipe.augment.together
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0

@@ -177,10 +177,10 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     traits = recipe.traits
     alike = (traits.single_device and not traits.private) or traits.exchanges in ("gradients", "shards")
     require_kept(model, recipe.model.name, recipe.mode, alike)
-    known = world.broadcast_object(resolved.tracker.folder.known(say))
+    tuned = world.broadcast_object(resolved.tracker.folder.known(say))
     facts = facts_of(model, resolved)
     example = data.example(most_rows(recipe, resolved.shard.count))
-    context = Context(recipe, world, task, example, len(data.train), known=known, say=say)
+    context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
     strategy, optimizer, updater = wire(context, model)
     strategy.share_extra_state()
     # Ranks of this machine that read images: of a pipeline's, one a replica.
@@ -205,7 +205,7 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
 def begin(run: Run) -> None:
     """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
     recipe, data, tracker = run.recipe, run.datasets, run.tracker
-    tracker.folder.remember(run.strategy.known)
+    tracker.folder.remember(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)

@@ -227,9 +227,7 @@ def pairs_job(option, column, folder):
 
 def refusals(column):
     """Options that a mode cannot have in so many processes, and why."""
-    count, (mode, *_) = COLUMNS[column]
-    traits = TRAITS[mode.removeprefix("mode=")]
-    return traits.refuses | (traits.refuses_processes if count > 1 else {})
+    return TRAITS[COLUMNS[column][1][0].removeprefix("mode=")].refuses
 
 
 def sampled(option, column):

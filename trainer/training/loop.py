@@ -225,8 +225,7 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     try:
         with run.strategy.weights(averages):
             sums, batches = Sums(run.task), run.loader.evaluation(then)
-            run.forward.begin(total)
-            figures = evaluate(run.strategy, batches, run.world, boundary, **look, sums=sums, forward=run.forward)
+            figures = evaluate(run.strategy, batches, run.world, boundary, **look, sums=sums)
             noticing.note_classes(run, sums)
             return figures
     except (Interrupted, Preempted) as error:
@@ -274,7 +273,6 @@ def finish(run: Run) -> Result:
     run.tracker.facts(dict(rest))
     run.tracker.close()
     run.loader.close()
-    run.forward.close()
     run.strategy.close()
     run.world.barrier()
     run.world.close()

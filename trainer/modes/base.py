@@ -19,7 +19,6 @@ from trainer.data import Batch, Example, Shard
 from trainer.devices import cuda_graphs
 from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import hold_statistics
-from trainer.models.extra_state import extra_state, load_extra_state
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -144,20 +143,6 @@ class Strategy:
         """This rank's buffers that belong in a checkpoint, under the plain model's names."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
-
-    def extra_state(self) -> dict[str, Tensor]:
-        """State of modules that is no tensor, as `models.extra_state` gives it; the same on all ranks once settled."""
-        return {} if self.recipe.traits.staged else extra_state(self.module)
-
-    def load_extra_state(self, saved: Mapping[str, StoredTensor]) -> None:
-        """Continue with it. Raises CheckpointError."""
-        if not self.recipe.traits.staged:
-            load_extra_state(self.module, {name: kept.read() for name, kept in saved.items()}, "the checkpoint")
-
-    def share_extra_state(self) -> None:
-        """Rank 0's on every rank."""
-        if self.world.size > 1 and (mine := self.extra_state()):
-            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0")
 
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""

@@ -211,7 +211,6 @@ class DistributedDataParallel(Strategy):
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is not None or self.apart:
             self.broadcast_buffers(averages)
-            self.share_extra_state()
 
     def close(self) -> None:
         """Free DDP while others still hold the process group.

@@ -198,7 +198,6 @@ class FullyShardedDataParallel(Strategy):
         if self.sharded is not None:
             self.order.compare()
             self.broadcast_buffers(averages)
-            self.share_extra_state()
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:

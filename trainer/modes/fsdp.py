@@ -35,14 +35,13 @@ from trainer.modes.fsdp_units import (
     unit_sizes,
     units_of,
     unshardable,
-    watch,
     whole_parameters,
 )
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
 from trainer.saving.tensor_files import Piece
-from trainer.telemetry.clocks import Stopwatch, synchronise
+from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
@@ -105,9 +104,11 @@ class FullyShardedDataParallel(Strategy):
                 self._receive(whole_parameters(unit).values())
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
-                watch(unit, self._refusal)
                 if name and self.forward_watch is not None:
-                    time_blocks(unit, self.forward_watch)
+                    # In training: torch has the block's weights whole before, and lets go of them after.
+                    watch = self.forward_watch
+                    unit.register_forward_pre_hook(lambda unit, _, watch=watch: unit.training and watch.__enter__())
+                    unit.register_forward_hook(lambda unit, *_, watch=watch: unit.training and watch.__exit__())
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
@@ -275,21 +276,6 @@ class FullyShardedDataParallel(Strategy):
                 "largest_unit": self.largest_unit,
             }
         }
-
-
-def time_blocks(unit: nn.Module, watch: Stopwatch) -> None:
-    """Time a block's forward passes in training: torch has its weights whole before, and lets go of them after."""
-
-    def begin(module: nn.Module, _: Any) -> None:
-        if module.training:
-            watch.__enter__()
-
-    def end(module: nn.Module, *_: Any) -> None:
-        if module.training:
-            watch.__exit__()
-
-    unit.register_forward_pre_hook(begin)
-    unit.register_forward_hook(end)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -23,7 +23,7 @@ from trainer.data import Batch, Shard
 from trainer.errors import RecipeError
 from trainer.models.partition import Traced
 from trainer.models.undisturbed import undisturbed
-from trainer.modes.base import Communication, Context
+from trainer.modes.base import Communication, Context, by_type, in_a_row, put_back
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders, ranks_of_stages
@@ -239,14 +239,9 @@ class ProcessPipeline(Staged):
         """Add up over the replicas what each got from its part of the batch, in one all-reduce a type of number."""
         if self.replicas == 1:
             return
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
         with self.averaging:
-            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-                same = [gradient for gradient in gradients if gradient.dtype == dtype]
-                flat = torch.cat([gradient.reshape(-1) for gradient in same])
-                self.world.sum_(flat, "replicas")
-                for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            for gradients in by_type(p.grad for p in self._parameters if p.grad is not None):
+                put_back(self.world.sum_(in_a_row(gradients), "replicas"), gradients)
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Between replicas; between stages it is part of the bubble."""

@@ -10,8 +10,9 @@ parameters that share their storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,10 +106,8 @@ class FullyShardedDataParallel(Strategy):
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
                 if name and self.forward_watch is not None:
-                    # In training: torch has the block's weights whole before, and lets go of them after.
-                    watch = self.forward_watch
-                    unit.register_forward_pre_hook(lambda unit, _, watch=watch: unit.training and watch.__enter__())
-                    unit.register_forward_hook(lambda unit, *_, watch=watch: unit.training and watch.__exit__())
+                    unit.register_forward_pre_hook(partial(timed, self.forward_watch.__enter__))
+                    unit.register_forward_hook(partial(timed, self.forward_watch.__exit__))
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
@@ -276,6 +275,12 @@ class FullyShardedDataParallel(Strategy):
                 "largest_unit": self.largest_unit,
             }
         }
+
+
+def timed(mark: Callable[[], object], unit: nn.Module, *_: Any) -> None:
+    """Of a block in training: torch has its weights whole before, and lets go of them after."""
+    if unit.training:
+        mark()
 
 
 def _local(tensor: Any) -> Tensor:

@@ -129,30 +129,6 @@ def test_the_busiest_stage_gives_a_block_away(busy, seconds, cut):
     assert sum(first) / (sum(first) + sum(second)) == pytest.approx((int(cut) + 1) / 6)  # of the cut that was taken
 
 
-def test_a_stage_in_the_middle_gives_a_block_away_unless_it_is_its_last():
-    bench = Bench(busy=(1, 2, 1))
-    bench.find(Pipe(3, (("1f1b", 3),), 96, DIVISORS))
-    cuts = {plan.cuts for plan in bench.tried}
-    assert len(cuts) == 2 and cuts & {("2", "3"), ("1", "2")}
-    bench = Bench("111181", busy=(1, 2, 1))
-    bench.find(Pipe(3, (("1f1b", 3),), 96, DIVISORS))
-    assert {plan.cuts for plan in bench.tried} == {("3", "4")}  # one block cannot be parted
-
-
-def test_cuts_by_name_stay():
-    bench = Bench(busy=(1, 2), seconds=lambda plan: 1.0 if plan.cuts == ("1",) else 0.5)
-    plan, _ = bench.find(pipe(*DIVISORS), "pipeline.cuts=['1']")
-    assert plan.cuts == ("1",)
-
-
-@pytest.mark.parametrize("faster", ["1f1b", "interleaved1f1b"])
-def test_another_order_where_it_is_faster(faster):
-    bench = Bench(seconds=lambda plan: 1.0 if plan.schedule == faster else 2.0)
-    plan, tuned = bench.find(pipe(*DIVISORS, schedules=("1f1b", "interleaved1f1b")))
-    assert plan.schedule == faster == tuned["plan"]["schedule"]
-    assert {found.schedule for found in bench.tried} == {"1f1b", "interleaved1f1b"}
-
-
 def pipe_that_measures(*counts):
     return Pipe(2, (("1f1b", 2), (MEASURED, 2), (MEASURED, 4)), 96, counts or DIVISORS)
 
@@ -265,14 +241,6 @@ def test_a_plan_that_was_damaged_is_measured_again(damage):
 def test_predictions_by_hand(schedule, stages, microbatches, seconds, bubble):
     asked = Pipe(min(2, len(stages)), ((schedule, len(stages)),), 96, (microbatches,))
     assert predicted(asked, microbatches, stages) == pytest.approx((seconds, bubble))
-
-
-def test_what_was_predicted_is_told_of_the_plan_that_was_taken():
-    bench = Bench(busy=(1, 2), seconds=lambda plan: {"2": 2.0, "3": 1.0, "4": 3.0}[plan.cuts[0]])
-    plan, tuned = bench.find(pipe(*DIVISORS))
-    seconds, bubble = predicted(pipe(*DIVISORS), plan.microbatches, tuned["stage_seconds"])
-    assert tuned["predicted"] == {"step_seconds": seconds, "bubble": bubble}
-    assert [sum(pair) * plan.microbatches / 96 for pair in tuned["stage_seconds"]] == pytest.approx([4, 2])
 
 
 @pytest.mark.parametrize(

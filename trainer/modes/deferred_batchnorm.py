@@ -46,8 +46,7 @@ class DeferredStatistics:
 
     def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
         """`values` of a channel in one row are as of `deferrable`; not `pooled`, each micro-batch is a mini-batch."""
-        here = dict.fromkeys(layer for layer in stage.modules() if layer in values)
-        self.layers: list[Any] = list(here)
+        self.layers: list[Any] = list(dict.fromkeys(layer for layer in stage.modules() if layer in values))
         self._values, self._pooled = values, pooled
         self._momenta: list[float | None] = []
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row

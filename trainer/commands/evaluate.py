@@ -19,7 +19,7 @@ from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import whole
-from trainer.training.evaluation import evaluate, metrics_of
+from trainer.training.evaluation import evaluate, metrics_of, replayed
 from trainer.training.initial_model import model_of
 from trainer.training.same_images import check_same_images
 from trainer.training.setup import start_process, task_of
@@ -68,7 +68,10 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     strategy.setup(model)
     strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
-    metrics = evaluate(strategy, loader.evaluation(), world)
+    forward = replayed(strategy, lambda line: say(line) if world.is_main else None)
+    forward.begin(loader.evaluation_batches)
+    metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
+    forward.close()
     skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
     loader.close()
     if world.is_main:

@@ -1,5 +1,5 @@
 """Models by name, their graphs, where they can be cut, and how their stages are balanced.
 
 Modes run the stages.
-Imports: errors, recipe, saving, tasks.
+Imports: devices, errors, recipe, saving, tasks.
 """

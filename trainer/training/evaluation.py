@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.data import Batch
 from trainer.errors import Interrupted, Preempted, TrainerError
+from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.processes.world import World
 from trainer.tasks import Task
@@ -66,6 +67,7 @@ def evaluate(
     boundary: Callable[[int], None] = lambda done: None,
     look: Callable[[Tensor, Batch], None] = lambda outputs, batch: None,
     sums: Sums | None = None,
+    forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
     """The task's metrics of the model as it stands.
 
@@ -76,6 +78,7 @@ def evaluate(
         boundary: called after every batch with the number done.
         look: called with every batch and its outputs, on ranks that have outputs.
         sums: empty ones, to be filled for whoever wants more of them than the metrics.
+        forward: in place of the strategy's, as `replayed` gives it.
 
     Returns:
         The task's metrics as val_loss and so on (of a classification the mean cross-entropy, without label smoothing,
@@ -83,14 +86,22 @@ def evaluate(
     """
     strategy.train(False)
     sums = Sums(strategy.task) if sums is None else sums
+    forward = strategy.forward if forward is None else forward
     for done, batch in enumerate(batches, 1):
-        outputs = strategy.forward(batch.inputs)
+        outputs = forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
             look(outputs, batch)
         boundary(done)
     metrics, count = sums.metrics(world)
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}
+
+
+def replayed(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
+    """The strategy's forward pass, replayed where its mode and the recipe allow that."""
+    traits = strategy.recipe.traits
+    wanted = strategy.recipe.graphs is not False and "graphs" not in traits.refuses and not traits.staged
+    return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, wanted, say)
 
 
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:

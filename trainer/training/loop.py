@@ -225,7 +225,8 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     try:
         with run.strategy.weights(averages):
             sums, batches = Sums(run.task), run.loader.evaluation(then)
-            figures = evaluate(run.strategy, batches, run.world, boundary, **look, sums=sums)
+            run.forward.begin(total)
+            figures = evaluate(run.strategy, batches, run.world, boundary, **look, sums=sums, forward=run.forward)
             noticing.note_classes(run, sums)
             return figures
     except (Interrupted, Preempted) as error:
@@ -273,6 +274,7 @@ def finish(run: Run) -> Result:
     run.tracker.facts(dict(rest))
     run.tracker.close()
     run.loader.close()
+    run.forward.close()
     run.strategy.close()
     run.world.barrier()
     run.world.close()

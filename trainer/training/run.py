@@ -14,6 +14,7 @@ from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.rank_watch import RankWatch
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.callbacks import Callbacks
+from trainer.training.evaluation import replayed
 from trainer.training.state import Resolved, TrainState
 from trainer.training.step_graphs import Steps
 
@@ -77,6 +78,7 @@ class Run:
         self.noticed, self.strategy = observer.noticed, state.strategy
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, state.updater, state.optimizer, self.tracker.say)
+        self.forward = replayed(self.strategy, self.tracker.say)
         self.counted = 0, 0  # unreadable images and uncached photos of this rank that the history has
 
     def nothing_new(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.data.photos.test_decoding import exif
 from tests.data.photos.test_lazy_images import scene
+from tests.simulated.tape import graphs_on_the_cpu
 from trainer.commands.predict import labelling, sources
 from trainer.commands.predict.labelling import Labeller, Preparation
 from trainer.data import Loader, Shard, open_datasets
@@ -214,3 +215,38 @@ def test_images_that_lie_in_memory_are_labelled_whole(own_threads, tmp_path):
         path = tmp_path / f"{number}.png"
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
         assert torch.equal(worker._prepared(image), image) and torch.equal(worker._prepared(str(path)), image)
+
+
+class Means(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.drop = nn.Linear(3 * 8 * 8, 10), nn.Dropout(0.5)
+
+    def forward(self, images):
+        return self.head(self.drop(images.flatten(1)))
+
+
+@pytest.mark.parametrize("word", ["graphs=auto", "precision=bf16", "graphs=false"])
+def test_batches_of_one_size_are_replayed(own_threads, word, capfd):
+    """Labels are those of launched passes, to the bit; a batch of another size is launched."""
+    with graphs_on_the_cpu() as recorders:
+        precision = [word] * word.startswith("precision")
+        workers = [labeller(word, model=Means), labeller("graphs=false", *precision, model=Means)]
+        rows = torch.randint(0, 256, (200, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+        for start in [*range(0, 72, 4), 73, *range(80, 120, 4)]:
+            items = [*rows[start : start + (3 if start == 73 else 4)]]
+            replayed, launched = (worker.batch(items) for worker in workers)
+            assert replayed == launched
+    if word == "graphs=false":
+        assert recorders == []
+    else:
+        assert len(recorders) == 1 and recorders[0].replays > 10 and capfd.readouterr().err == ""
+
+
+def test_a_model_that_collects_is_launched(own_threads, capfd):
+    with graphs_on_the_cpu() as recorders:
+        worker = labeller()
+        for _ in range(labelling.WARM + 3):
+            worker.batch([*torch.zeros(4, 3, 8, 8, dtype=torch.uint8)])
+    assert recorders[0].replays == 0 and len(capfd.readouterr().err.splitlines()) == 1
+    assert len(worker.model.shapes) == labelling.WARM + 3

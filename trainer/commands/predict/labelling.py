@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +23,13 @@ from trainer.data.photos.photo_reader import held_out, middle_of_stripe
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 
 NOT_FINITE = "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
+WARM = 12  # batches of a size in a row before their pass is recorded: how many follow is not known
 COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
 
 
@@ -93,6 +96,7 @@ class Labeller:
             # Items of a user's own data set are read one after the other: nothing says that they may be read at once.
             several = self.source is None or isinstance(self.source, EncodedPhotos)
             self._decoders = ThreadPoolExecutor(self.threads if several else 1, "decoding")
+        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, _tell, WARM)
         self._compiled = 0  # images of each compiled pass: of all sizes, or every new one would be compiled again
         if recipe.compile:
             self._compiled = recipe.predict.batch_size or COMPILED[device.type]
@@ -166,14 +170,16 @@ class Labeller:
                 batch = self._transform.inputs(batch.permute(0, 2, 3, 1).contiguous())
             elif self.recipe.channels_last:
                 batch = batch.contiguous(memory_format=torch.channels_last)
-            outputs = self._forward(batch)[:count].float()
+            whole = self._forward(batch)
+            assert whole is not None
+            outputs = whole[:count].float()
             of_labels = None
             if any(label is not None for label in labels):
                 targets = torch.tensor([label or 0 for label in labels], device=self.device)
                 of_labels = self.task.label_probabilities(outputs, targets)
             return Classified(*self.task.ranked(outputs), of_labels, labels)
 
-    def _forward(self, batch: Tensor) -> Tensor:
+    def _launched(self, batch: Tensor) -> Tensor:
         precision = AUTOCAST.get(self.recipe.precision)
         with torch.autocast(self.device.type, precision, enabled=precision is not None):
             outputs: Tensor = self.model(batch)
@@ -189,6 +195,11 @@ class Labeller:
             else Labels((), (), NOT_FINITE)
             for classes, numbers, label, of_label in rows
         ]
+
+
+def _tell(line: str) -> None:
+    """Beside the results, which may go to stdout."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Forward:

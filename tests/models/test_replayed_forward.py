@@ -1,0 +1,279 @@
+"""A replayed forward pass gives what the launched one gives, to the bit, and what cannot be replayed is launched."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
+from trainer.devices.cuda_graphs import NotRecorded
+from trainer.models.replayed_forward import PAYS, WARM, ReplayedForward
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """With all that evaluation switches off."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.first(x)).relu().mean((2, 3))))
+
+
+class Waits(Net):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 2 if out.max().item() > 0 else out
+
+
+class Draws(Net):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls % 3 == 0 else 1)
+
+
+class CountsForAll(Net):
+    """A count that no module has."""
+
+    calls = [0.0]  # noqa: RUF012
+
+    def forward(self, x):
+        self.calls[0] += 1.0
+        return super().forward(x) * torch.tensor(self.calls[0])
+
+
+class Replaces(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x) + self.last
+        self.last = out.mean()
+        return out
+
+
+class Writes(Net):
+    """Changes a weight."""
+
+    def forward(self, x):
+        self.head.bias.data.add_(1.0)
+        self.head.bias.add_(1.0)
+        return super().forward(x)
+
+
+class Two(Net):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Sums(Net):
+    """A running sum on the device, which a replay keeps too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+
+    def forward(self, x):
+        self.sum += x.mean()
+        return super().forward(x) + self.sum
+
+
+class Noise(Net):
+    """Draws on the device."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+def made(kind=Net):
+    torch.manual_seed(1)
+    model = kind().eval()
+    model.norm.running_mean.uniform_()
+    return model
+
+
+def forward_of(model):
+    def forward(x):
+        with torch.no_grad():
+            return model(x)
+
+    return forward
+
+
+class Both:
+    """A model and its twin, one replayed, one launched, and all that was said."""
+
+    def __init__(self, kind=Net, **options):
+        self.model, self.twin, self.said = made(kind), made(kind), []
+        self.replayed = ReplayedForward(forward_of(self.model), [self.model], CPU, True, self.said.append, **options)
+        self.replayed.begin(PAYS)
+
+    def pass_(self, seed, rows=4):
+        """Whether both gave the same."""
+        x = torch.randn(rows, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
+        random.seed(seed)
+        torch.manual_seed(seed)
+        one = self.replayed(x)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        other = forward_of(self.twin)(x)
+        ones, others = (value if isinstance(value, tuple) else (value,) for value in (one, other))
+        return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+    def passes(self, count=WARM + 4, rows=4):
+        return all([self.pass_(seed, rows) for seed in range(count)])
+
+
+@pytest.fixture(autouse=True)
+def recorders():
+    CountsForAll.calls[0] = 0.0
+    with graphs_on_the_cpu() as found:
+        yield found
+
+
+def test_what_is_replayed_is_what_is_launched(recorders):
+    both = Both()
+    assert both.passes() and both.said == []
+    (recorder,) = recorders
+    replays = recorder.replays
+    assert replays >= 4 and both.passes(1, rows=3) and both.passes(2), "another shape between"
+    assert recorder.replays == replays + 2
+
+
+@pytest.mark.parametrize("kind", [Sums, Noise])
+def test_the_comparison_leaves_no_trace(kind, recorders):
+    both = Both(kind)
+    assert both.passes() and both.said == []
+    assert all(torch.equal(a, b) for a, b in zip(both.model.buffers(), both.twin.buffers(), strict=True))
+    assert recorders[0].replays >= 4
+
+
+@pytest.mark.parametrize("kind", [Waits, Draws, Counts, Replaces, Writes, Two])
+def test_a_model_that_does_more_than_its_kernels_is_launched(kind):
+    both = Both(kind)
+    assert both.passes(WARM + 8)
+    assert len(both.said) == 1 and both.replayed._replay is None
+
+
+def test_a_count_that_nobody_sees_shows_in_the_replay():
+    model, said = made(CountsForAll), []
+    replayed = ReplayedForward(forward_of(model), [model], CPU, True, said.append)
+    before = [float(replayed(torch.ones(2, 1, 6, 6))[0, 0]) for _ in range(WARM + 4)]
+    assert len({*before}) == len(before) and len(said) == 1
+
+
+def test_hooks_are_called():
+    both, calls = Both(), []
+    both.model.head.register_forward_hook(lambda *_: calls.append(1))
+    assert both.passes(WARM + 3) and len(calls) == WARM + 3 and len(both.said) == 1
+
+
+def test_outputs_are_the_callers_own():
+    both = Both()
+    kept = [both.replayed(torch.full((4, 1, 6, 6), float(n))) for n in range(WARM + 4)]
+    expected = [forward_of(both.twin)(torch.full((4, 1, 6, 6), float(n))) for n in range(WARM + 4)]
+    assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+
+
+def test_outputs_that_are_not_cloned_show(monkeypatch):
+    def replayed(self, inputs):
+        self._inputs.copy_(inputs)
+        self._replay()
+        return self._outputs
+
+    monkeypatch.setattr(ReplayedForward, "_replayed", replayed)
+    with pytest.raises(AssertionError):
+        test_outputs_are_the_callers_own()
+
+
+def moved(model):
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data + 1 if tensor.is_floating_point() else tensor.data.clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        moved,
+        lambda model: setattr(model, "head", nn.Linear(4, 3, bias=False).requires_grad_(False)),
+        lambda model: model.register_buffer("unused", torch.zeros(2)),
+        lambda model: setattr(model.drop, "p", 0.25),
+    ],
+)
+def test_a_model_that_has_changed_is_recorded_anew(change, recorders):
+    both = Both()
+    assert both.passes()
+    for model in (both.model, both.twin):
+        torch.manual_seed(5)
+        change(model)
+    both.replayed.begin(PAYS)
+    assert both.passes() and recorders[0].closed and len(recorders) == 2
+    assert recorders[1].replays > 0 or len(both.said) == 1
+
+
+def test_weights_that_change_in_place_need_no_new_recording(recorders):
+    both = Both()
+    assert both.passes()
+    for model in (both.model, both.twin):
+        with torch.no_grad():
+            model.head.weight.add_(1.0)
+    both.replayed.begin(PAYS)
+    assert both.passes() and len(recorders) == 1
+
+
+def test_few_passes_are_launched_and_so_are_those_of_no_graphs(recorders):
+    both = Both()
+    both.replayed.begin(PAYS - 1)
+    assert both.passes(WARM + 4) and recorders == [] and both.said == []
+    off = ReplayedForward(forward_of(both.model), [both.model], CPU, False, both.said.append)
+    off.begin(PAYS)
+    for _ in range(WARM + 4):
+        off(torch.ones(4, 1, 6, 6))
+    assert recorders == [] and both.said == []
+
+
+@pytest.mark.parametrize("error", [NotRecorded("CUDA out of memory"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_where_a_recording_has_no_memory_the_pass_is_launched(error, monkeypatch, recorders):
+    def record(self, work):
+        raise error
+
+    monkeypatch.setattr(CpuRecorder, "record", record)
+    both = Both()
+    assert both.passes() and "out of memory" in both.said[0] and len(both.said) == 1 and recorders[0].closed
+
+
+def test_a_launched_pass_takes_the_recordings_memory(recorders):
+    both = Both()
+    assert both.passes()
+    plain = both.replayed._forward
+
+    def forward(x):
+        if not recorders[0].closed:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(x)
+
+    both.replayed._forward = forward
+    assert both.passes(rows=5) and len(both.said) == 1 and both.passes()
+
+
+def test_a_model_that_was_made_for_inference(recorders):
+    with torch.inference_mode():
+        model, said = made(), []
+        replayed = ReplayedForward(model, [model], CPU, True, said.append)
+        for number in range(WARM + 3):
+            x = torch.full((4, 1, 6, 6), float(number))
+            assert torch.equal(replayed(x), model(x))
+    assert said == [] and recorders[0].replays >= 3

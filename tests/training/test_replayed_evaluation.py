@@ -1,0 +1,205 @@
+"""Whole runs whose evaluations are replayed: metrics, averaged weights and files are those of launched ones."""
+
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file
+from torch import nn
+
+import trainer
+from tests.command_line import result
+from tests.simulated.simcuda.runs import alone
+from tests.simulated.tape import graphs_on_the_cpu
+from trainer.commands.evaluate import evaluate_run
+from trainer.models import replayed_forward
+from trainer.models.replayed_forward import ReplayedForward
+from trainer.modes.base import Strategy
+from trainer.recipe import load
+from trainer.training import loop, step_graphs
+
+BASE = """data.name=synthetic data.samples=16 data.val_samples=31 data.image_size=8 data.channels=1 data.workers=0
+batch_size=4 model.name=dropping epochs=3 optimizer.lr=0.05 threads=1 mode=single devices=[cpu] logging.progress=false
+logging.tensorboard=false logging.verdict=false schedule.warmup_epochs=0"""
+BATCHES = 8  # of an evaluation, the last one of three images
+
+
+class Dropping(nn.Module):
+    def __init__(self, classes, channels, size):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Conv2d(channels, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.5)
+        self.head = nn.Linear(6, classes)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.first(x)).relu().mean((2, 3))))
+
+
+class Waiting(Dropping):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 2 if not self.training and out.max().item() > 0 else out
+
+
+class Counting(Dropping):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += not self.training
+        return super().forward(x) * (2 if self.calls % 3 == 0 else 1)
+
+
+for kind in (Dropping, Waiting, Counting):
+    trainer.register_model(kind.__name__.lower())(kind)
+
+
+class Left:
+    """What a run leaves."""
+
+    def __init__(self, words, graphs="auto", folder=None, patches=()):
+        self.evaluations, self.said = [], []
+        with tempfile.TemporaryDirectory() as own:
+            self.folder = Path(folder or own)
+            given = {word.partition("=")[0] for word in words.split()}
+            base = [word for word in BASE.split() if word.partition("=")[0] not in given]
+            recipe = load(None, *base, *words.split(), f"graphs={graphs}", f"output={self.folder}")
+            self._train(recipe, patches)
+            self.files = {
+                f"{path.relative_to(self.folder)}:{name}": tensor
+                for path in sorted(self.folder.rglob("*.safetensors"))
+                for name, tensor in load_file(path).items()
+            }
+            self.result = {key: value for key, value in result(self.folder).items() if key.startswith("val_")}
+            self.mistakes = [path.read_bytes() for path in sorted(self.folder.glob("mistakes*"))]
+
+    def _train(self, recipe, patches):
+        plain, init = loop.evaluate, ReplayedForward.__init__
+
+        def evaluate(*given, **named):
+            self.evaluations.append(plain(*given, **named))
+            return self.evaluations[-1]
+
+        def told(own, *given):
+            *most, say = given
+            init(own, *most, lambda line: (self.said.append(line), say(line))[1])
+
+        own = [
+            (loop, "evaluate", evaluate),
+            (replayed_forward, "PAYS", BATCHES),
+            (ReplayedForward, "__init__", told),
+            (step_graphs, "WARM", 10**9),  # steps are launched: their recordings are tested elsewhere
+        ]
+        with alone(), graphs_on_the_cpu() as recorders, ExitStack() as stack:
+            for owner, name, value in (*own, *patches):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            loop.run(recipe)
+        self.recorders = recorders[1:]  # the first is that of steps
+
+    @property
+    def replays(self):
+        return [recorder.replays for recorder in self.recorders]
+
+
+def equal(one, other):
+    assert one.evaluations == other.evaluations and one.result == other.result and one.mistakes == other.mistakes
+    assert one.files.keys() == other.files.keys()
+    for name, tensor in one.files.items():
+        assert tensor.numpy().tobytes() == other.files[name].numpy().tobytes(), name
+    return True
+
+
+@pytest.mark.parametrize("graphs", ["auto", "true"])
+@pytest.mark.parametrize("words", ["", "ema=0.9", "precision=bf16 ema=0.5 accumulate=2"])
+def test_a_run_whose_evaluations_are_replayed(words, graphs):
+    launched, played = Left(words, "false"), Left(words, graphs)
+    assert launched.recorders == [] and equal(launched, played) and played.said == []
+    (replays,) = played.replays  # one recording for all evaluations
+    assert replays >= 2 * BATCHES and len(played.evaluations) == 3 and played.recorders[0].closed
+
+
+def test_evaluations_of_few_batches_are_launched():
+    played = Left("data.val_samples=20")
+    assert played.recorders == [] and len(played.evaluations) == 3
+
+
+@pytest.mark.parametrize("name", ["waiting", "counting"])
+def test_a_model_that_cannot_be_replayed(name):
+    words = f"model.name={name}"
+    played = Left(words)
+    assert equal(Left(words, "false"), played) and len(played.said) == 1 and played.replays == [0]
+
+
+class Stopped(Exception):
+    """A run that ends without its knowing."""
+
+
+def stop(self, step):
+    if step == 6:
+        raise Stopped
+
+
+def test_a_resumed_run(tmp_path):
+    words = "ema=0.9 save.every_steps=2 resume=auto"
+    whole = Left(words, "false")
+    with pytest.raises(Stopped):
+        Left(words, folder=tmp_path, patches=[(Strategy, "after_step", stop)])
+    played = Left(words, folder=tmp_path)
+    assert played.evaluations == whole.evaluations[-2:] and played.result == whole.result
+    assert sum(played.replays) >= BATCHES
+
+
+def move(self, averages, plain=Strategy.after_epoch):
+    """A callback gives the model other storages."""
+    plain(self, averages)
+    for tensor in (*self.module.parameters(), *self.module.buffers(), *averages.values()):
+        tensor.data = tensor.data.clone()
+
+
+def test_weights_that_move_are_recorded_anew():
+    played = Left("ema=0.9", patches=[(Strategy, "after_epoch", move)])
+    assert len(played.recorders) == 3 and all(played.replays)
+
+
+def not_copied(self, inputs):
+    self._replay()
+    return self._outputs.clone()
+
+
+def unchecked(self, batches):
+    self._paying = True
+
+
+@contextmanager
+def live_at_first(self, averages, plain=Strategy.weights):
+    """The first evaluation, which records, has the run's own weights, the others have the averages."""
+    seen = vars(self).setdefault("evaluations", [])
+    seen.append(1)
+    with plain(self, averages if len(seen) > 1 else {}):
+        yield
+
+
+UNCHECKED = (ReplayedForward, "begin", unchecked)
+FAULTS = {
+    "inputs are not copied": ([], [(ReplayedForward, "_replayed", not_copied)]),
+    "weights have moved": ([(Strategy, "after_epoch", move)], [UNCHECKED]),
+    "recorded with live weights": ([(Strategy, "weights", live_at_first)], [UNCHECKED]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_shows(name):
+    around, fault = FAULTS[name]
+    launched, played = Left("ema=0.9", "false", patches=around), Left("ema=0.9", patches=around)
+    assert equal(launched, played)
+    faulty = Left("ema=0.9", patches=[*around, *fault])
+    assert faulty.evaluations != launched.evaluations and sum(faulty.replays) >= BATCHES
+
+
+def test_the_evaluate_command(tmp_path):
+    Left("ema=0.9", "false", folder=tmp_path)
+    with alone(), graphs_on_the_cpu() as recorders, mock.patch.object(replayed_forward, "PAYS", BATCHES):
+        launched = evaluate_run(str(tmp_path), "graphs=false")
+        assert recorders == []
+        assert evaluate_run(str(tmp_path), "graphs=auto") == launched
+        assert recorders[0].replays >= 2 and recorders[0].closed

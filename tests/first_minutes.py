@@ -193,11 +193,11 @@ def nccl(trip: Trip) -> Iterator[Job]:
 def pipeline(trip: Trip) -> Iterator[Job]:
     """Two stages on one device, after the whole model."""
     net = trip.nets[0] if trip.cpu else NETS[3]
-    flags = trip.flags[0]  # stages are launched
-    whole = ["mode=single", f"devices=[{trip.device}]", *flags]
-    stages = ["mode=pipeline", f"devices=[{trip.device},{trip.device}]", "pipeline.microbatches=4", *flags]
-    what = " ".join([f"{net.title}, two stages on one device, 4 micro-batches / whole", *flags])
-    yield what, partial(timed, trip, net, whole, stages)
+    for flags in trip.flags:
+        whole = ["mode=single", f"devices=[{trip.device}]", *flags]
+        stages = ["mode=pipeline", f"devices=[{trip.device},{trip.device}]", "pipeline.microbatches=4", *flags]
+        what = " ".join([f"{net.title}, two stages on one device, 4 micro-batches / whole", *flags])
+        yield what, partial(timed, trip, net, whole, stages)
 
 
 def compared(trip: Trip, words: list[str], launchers: Launchers = ()) -> Row:

@@ -170,7 +170,9 @@ def pairs_job(option, column, folder):
 
 def refusals(column):
     """Options that a mode cannot have in so many processes, and why."""
-    return TRAITS[COLUMNS[column][1][0].removeprefix("mode=")].refuses
+    count, (mode, *_) = COLUMNS[column]
+    traits = TRAITS[mode.removeprefix("mode=")]
+    return traits.refuses | (traits.refuses_processes if count > 1 else {})
 
 
 def sampled(option, column):

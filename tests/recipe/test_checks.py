@@ -282,11 +282,15 @@ def test_options(mode: str, option: str) -> None:
     word = f"{key}={str(value).lower()}"
     assert line(check_options, on) == (f"{word} is not for mode={mode}: {reason}" if reason else "")
     count = 1 if TRAITS[mode].processes == "one" else 2
-    assert line(check_processes, on, count) == line(check_options, on)
+    more = TRAITS[mode].refuses_processes.get(option, "") if count > 1 else ""
+    refused = f"{word} is not for mode={mode}: {more}" if more else line(check_options, on)
+    assert line(check_processes, on, count) == refused
 
 
 def test_every_refusal_is_of_an_option() -> None:
-    assert {option for traits in TRAITS.values() for option in traits.refuses} <= set(OPTIONS)
+    assert {option for traits in TRAITS.values() for option in traits.refuses | traits.refuses_processes} <= set(
+        OPTIONS
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

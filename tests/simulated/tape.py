@@ -237,7 +237,7 @@ class CpuRecorder:
         with Watch(lambda what: found.append(f"{_caller()} ({what})")):
             yield found
 
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
         assert not self.closed
         drawn, state, recording = host_draws(), torch.get_rng_state(), Recording(self.pool)
         try:
@@ -296,7 +296,7 @@ def same_draws(kind: type[CpuRecorder]) -> type[CpuRecorder]:
     """A recorder of that kind, as of a generator that no graph knows: each replay draws what the first one drew."""
 
     class SameDraws(kind):  # type: ignore[misc, valid-type]
-        def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
             state = torch.get_rng_state()
             replay, made = super().record(work)
 

@@ -34,12 +34,19 @@ class StepRecorder(Protocol):
     def rehearsal(self) -> AbstractContextManager[list[str]]:
         """Gives, after its end, where the host waited for the device in it: such work cannot be recorded."""
 
-    def record(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    def record(
+        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
+    ) -> tuple[Callable[[], None], Made]:
         """What replays `work`, and what it gave: tensors that each replay fills anew.
+
+        `stream`: where it is recorded, if not where `aside` computes: where the work was computed before.
 
         Raises:
             NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
         """
+
+    def beside(self, device: torch.device) -> StepRecorder:
+        """The one of another device for the same step, closed with this one; itself where it is its own."""
 
     def now(self) -> Any:
         """A moment on the device."""
@@ -83,6 +90,12 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._beside: dict[torch.device, CudaRecorder] = {device: self}
+
+    def beside(self, device: torch.device) -> CudaRecorder:
+        if device not in self._beside:
+            self._beside[device] = CudaRecorder(device)
+        return self._beside[device]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -107,7 +120,9 @@ class CudaRecorder:
         told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         waits += [f"{warning.filename}:{warning.lineno}" for warning in told]
 
-    def record(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    def record(
+        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
+    ) -> tuple[Callable[[], None], Made]:
         # Not `torch.cuda.graph`: where a recording fails it leaves its stream as the current one.
         torch.cuda.synchronize(self.device)
         if self.pool is None:
@@ -120,7 +135,7 @@ class CudaRecorder:
         collecting = gc.isenabled()
         gc.disable()  # what it finalises may free events or memory of the device, which a recording forbids
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(stream or self.stream):
                 # Other threads (photos, loggers, NCCL's watchdog) go on calling CUDA meanwhile.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
@@ -167,6 +182,9 @@ class CudaRecorder:
         return event
 
     def close(self) -> None:
+        for device, other in self._beside.items():
+            if device != self.device:
+                other.close()
         torch.cuda.synchronize(self.device)
         for graph in self._graphs:
             graph.reset()

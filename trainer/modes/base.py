@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.data import Batch, Example, Shard
 from trainer.devices import cuda_graphs
+from trainer.devices.cuda_graphs import StepRecorder
 from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import hold_statistics
 from trainer.modes.pipeline.orders import Span
@@ -172,6 +173,16 @@ class Strategy:
         loss = loss if scale == 1.0 else loss * scale
         self.backward(loss)
         return loss.detach() if self.divisor == 1 else loss.detach() / self.divisor
+
+    def record_pass(
+        self, recorder: StepRecorder, batch: Batch, weight: float, sync: bool
+    ) -> tuple[Callable[[], None], Tensor]:
+        """Record `forward_backward` of this batch, whose tensors stay where they are: what replays it, and its result.
+
+        Raises:
+            NotRecorded: it cannot be; nothing was computed.
+        """
+        return recorder.record(lambda: self.forward_backward(batch, weight, sync))
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Held over a forward pass of training."""

@@ -74,6 +74,12 @@ class DeferredStatistics:
         if self._momenta:
             self._write(*self._before)
 
+    def abandon(self) -> None:
+        """The mini-batch was recorded to be computed later, and is not: nothing that was noted has a value."""
+        self._rows_a_value = None
+        if self._momenta:
+            self._end()
+
     @torch.no_grad()
     def commit(self) -> None:
         """The mini-batch is complete: update the running statistics with what was gathered."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from trainer.data import Batch
+from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.streams import StreamPipeline
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.recipe import IN_TURN
 
 
 class Split(StreamPipeline):
-    """Stages in turn; autograd takes gradients back over the devices."""
+    """Stages in turn; autograd takes gradients back over the devices.
+
+    On several devices it is recorded as a pipeline of one micro-batch.
+    """
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
@@ -27,6 +34,11 @@ class Split(StreamPipeline):
         self.backward(loss)
         self.commit_statistics()
         return loss.detach()
+
+    @contextmanager
+    def working(self, action: Action) -> Iterator[None]:
+        with self.lanes[action.stage].working():  # its times would tell nothing
+            yield
 
     def notes(self) -> dict[str, str]:
         return {

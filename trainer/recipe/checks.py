@@ -89,6 +89,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         RecipeError: when the mode cannot run in that many or with these options, or the batch does not divide.
     """
     check_options(recipe)
+    if processes > 1:
+        _refuse(recipe, recipe.traits.refuses_processes)
     if recipe.traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
@@ -153,8 +155,11 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
     """Why a step's kernels are launched one by one, and not recorded, whatever the device; None where they may be."""
     if recipe.graphs is False:
         return "graphs=false says so"
-    if "graphs" in recipe.traits.refuses:
-        return recipe.traits.refuses["graphs"]
+    refuses = recipe.traits.refuses | (recipe.traits.refuses_processes if processes > 1 else {})
+    if "graphs" in refuses:
+        return refuses["graphs"]
+    if recipe.traits.staged and recipe.pipeline.recompute:
+        return "pipeline.recompute=true puts random states back; use pipeline.recompute=false, or graphs=false"
     if processes > 1 and recipe.tolerated:
         return "ranks agree on the steps to skip within the optimizer's part; use on_nonfinite=stop, or graphs=false"
     if processes > 1 and recipe.sync_bn:

@@ -37,6 +37,7 @@ class Traits:
     private: tuple[str, ...] = ()
     # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: dict[str, str] = field(default_factory=dict)
+    refuses_processes: dict[str, str] = field(default_factory=dict)  # where it is over several of them
     also_called: str = ""  # by other programs, lower case, without dashes and underscores
 
     @property
@@ -61,8 +62,6 @@ class Traits:
 
 
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
-
-STAGES_LAUNCH = "its stages wait for each other within a pass; use mode=ddp, or graphs=auto"
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
@@ -96,7 +95,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
-        refuses={"compress": DDP_GRADIENTS, "graphs": STAGES_LAUNCH},
+        refuses={"compress": DDP_GRADIENTS},
         also_called="modelparallel modelparallelism mp naive sequential devicemap",
     ),
     "pipeline": Traits(
@@ -113,7 +112,10 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
-            "graphs": STAGES_LAUNCH,
+        },
+        refuses_processes={
+            "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
+            "torchrun and nproc=, or graphs=auto",
         },
         also_called="pp pipelineparallel pipe pippy gpipe 1f1b pipelining",
     ),

@@ -102,7 +102,9 @@ class Steps:
         self._tried = possible
         self._reason: str | None = None  # why steps are launched after all
         self._anew = self._recoveries = 0  # times that a step was recorded anew, and of the generators then
-        self.rates = LearningRates(optimizer, strategy.home if possible else None)
+        # Of a model on several devices the optimizer's part is launched: a graph is one device's.
+        self._one_device = len(set(strategy.world.drives)) == 1
+        self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
         self.auto = recipe.graphs == "auto"
         self.warm = WARM + TIMED * self.auto
         self._seen = self._micro = self._tries = 0
@@ -279,7 +281,7 @@ class Steps:
         with recorder.aside(), recorder.rehearsal() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copied(live_state(self.strategy, self.updater))
-        if waits:
+        if waits and self._one_device:
             self._give_up(f"the optimizer waits for the device, in {waits[0]}")
         return norm
 
@@ -305,7 +307,7 @@ class Steps:
         assert self.recorder is not None
         recording = RecordedStep()
         self.rates.set(evidence.lr / 2)
-        if self.updater.tolerated:
+        if self.updater.tolerated and self._one_device:
             recording.begin, _ = self.recorder.record(lambda: self.updater.begin(self.strategy))
             recording.kept = self.updater.kept
         for micro, launched in enumerate(evidence.passes):
@@ -314,9 +316,10 @@ class Steps:
                 recording.passes[key] = self._record_pass(launched)
             if micro == 0:  # it has made gradients of its own, whose memory stays
                 recording.gradients = [parameter.grad for parameter in self.updater.parameters]
-        recording.loss = torch.zeros_like(evidence.passes[0].loss)
-        update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))  # type: ignore[arg-type]
-        recording.update, recording.norm = update
+        if self._one_device:
+            recording.loss = torch.zeros_like(evidence.passes[0].loss)
+            update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))  # type: ignore[arg-type]
+            recording.update, recording.norm = update
         self.recording, recording.made_for = recording, self._as_it_is()
         self._recoveries = cuda_graphs.recoveries
 
@@ -326,9 +329,7 @@ class Steps:
         inputs, targets = torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets)
         before = self._host_state()
         batch = Batch(inputs, targets, batch.count)
-        replay, loss = self.recorder.record(
-            lambda: self.strategy.forward_backward(batch, launched.weight, launched.sync)
-        )
+        replay, loss = self.strategy.record_pass(self.recorder, batch, launched.weight, launched.sync)
         if (changed := changed_on_the_host(before, self._host_state())) is not None:
             raise NotRecorded(f"the model decides on the host: each pass changes its {changed}")
         return RecordedPass(inputs, targets, launched.weight, loss, replay)

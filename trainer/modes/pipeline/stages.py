@@ -271,6 +271,11 @@ class Staged(Strategy):
 
     # Figures.
 
+    def forget_figures(self) -> None:
+        """Those of steps that were launched: from now on they are replayed."""
+        self.recorder = Recorder(self.world.drives)
+        self._bubbles, self._launching, self._recent, self._busy = [], [], [], []
+
     def figures(self) -> dict[str, float]:
         steps = self.recorder.steps()
         if not steps:

@@ -2,21 +2,25 @@
 
 One thread issues the actions of all stages in an order in which none waits for a later one. A stage has a stream of its
 own on its device, and copies between neighbours have streams of theirs, so that a copy delays only the stage that needs
-it. On CPU devices, stand-ins for tests, the same code does one action at a time.
+it. On CPU devices, stand-ins for tests, the same code does one action at a time. How all of it is recorded instead:
+`recorded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch
+from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.models.partition import Traced
-from trainer.modes.pipeline.orders import issue_order
+from trainer.modes.pipeline.orders import Action, issue_order
+from trainer.modes.pipeline.recorded import RecordedActions
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.recipe.checks import microbatch_counts
@@ -56,13 +60,18 @@ class Edge:
     def __init__(self, source: StageStream, target: StageStream) -> None:
         self.source, self.target = source, target
         if source.stream is not None:
-            self.streams = _stream(source.device), _stream(target.device)
+            # On one device one: a recording that has forked into a stream has to join it.
+            first = _stream(source.device)
+            self.streams = (first, first if source.device == target.device else _stream(target.device))
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A detached copy on the target, whose stage waits for it; `tensor` was computed by the source's stage."""
+    def copy(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        """A detached copy on the target, whose stage waits for it; `tensor` was computed by the source's stage.
+
+        `into`: memory on the target, which nothing uses any more that came before the pass (see `settle`).
+        """
         tensor = tensor.detach()
         if self.source.stream is None or self.target.stream is None:
-            return tensor.to(self.target.device)
+            return tensor.to(self.target.device) if into is None else into.copy_(tensor)
         ready = self.source.stream.record_event()
         for stream in self.streams:
             stream.wait_event(ready)
@@ -70,7 +79,7 @@ class Edge:
         with torch.cuda.stream(self.streams[0]), torch.cuda.stream(self.streams[1]):
             if delay_cycles:
                 torch.cuda._sleep(delay_cycles)  # type: ignore[no-untyped-call]
-            moved = torch.empty_like(tensor, device=self.target.device)
+            moved = torch.empty_like(tensor, device=self.target.device) if into is None else into
             moved.copy_(tensor, non_blocking=True)
         for stream in self.streams:
             if stream.device == tensor.device:
@@ -78,6 +87,26 @@ class Edge:
         self.target.stream.wait_stream(self.streams[1])
         moved.record_stream(self.target.stream)
         return moved
+
+    def settle(self) -> None:
+        """Between passes that use the same memory: the next one's copies wait for those who read what they overwrite,
+        and the source for the copies of what it computes anew."""
+        if self.source.stream is not None and self.target.stream is not None:
+            for stream in self.streams:
+                stream.wait_stream(self.target.stream)
+            self.source.stream.wait_stream(self.streams[0])
+
+
+@dataclass
+class UnderWay:
+    """A mini-batch on its way, by stage and micro-batch."""
+
+    targets: Sequence[Tensor]
+    weight: float
+    received: dict[tuple[int, int], Tensor]  # what stages compute on
+    gradients: dict[tuple[int, int], Tensor]  # of what they sent
+    sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
 
 
 class StreamPipeline(Staged):
@@ -101,36 +130,85 @@ class StreamPipeline(Staged):
             self.stages[index] = self.prepare_stage(stage, lane.device)
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        last = len(self.lanes) - 1
-        targets = self._pieces(batch.targets.to(self.lanes[last].device, non_blocking=True))
-        one = torch.ones((), device=self.lanes[last].device)  # the gradient of a loss, or fp16's scale
-        unit = self.context.scale(one) if self.context.scale else one
-        # By stage and micro-batch: what stages compute on, what they gave, and its gradients.
-        received = {(0, m): piece for m, piece in enumerate(self._pieces(batch.inputs))}
-        gradients, given, losses = {(last, m): unit for m in range(len(targets))}, dict[tuple[int, int], Tensor](), []
+        targets = batch.targets.to(self.lanes[-1].device, non_blocking=True)
+        on = self.begin(batch.inputs, targets, weight)
         with self.overlapped(), self.recorder.step():
-            for action in self.order(len(targets)):
-                kind, stage, m = action
-                with self.lanes[stage].working(), self.recorder.action(stage, action):
-                    if kind == "F":
-                        out = self.run_stage(self.stages[stage], received[stage, m], len(targets[m]))
-                        if stage == last:
-                            out = self.weighted_loss(out, targets[m], weight)
-                            losses.append(out.detach())
-                        given[stage, m] = out
-                    else:
-                        out, gradient = given.pop((stage, m)), gradients.pop((stage, m), None)
-                        if gradient is not None:
-                            torch.autograd.backward(out, gradient)
-                        # None: the stages before are frozen, or their output is detached
-                        back = received.pop((stage, m)).grad
-                if kind == "F" and stage != last:
-                    moved = self.edges[stage, stage + 1].copy(out)
-                    received[stage + 1, m] = moved.requires_grad_(out.requires_grad)
-                elif kind == "B" and stage and back is not None:
-                    gradients[stage - 1, m] = self.edges[stage, stage - 1].copy(back)
+            for action in self.order(len(on.targets)):
+                with self.working(action):
+                    out = self.compute(action, on)
+                if out is not None:
+                    self.deliver(action, self.edge(action).copy(out), out.requires_grad, on)
         self.commit_statistics()
-        return torch.stack(losses).sum().to(self.device, non_blocking=True)
+        return torch.stack(on.losses).sum().to(self.device, non_blocking=True)
+
+    def begin(self, inputs: Tensor, targets: Tensor, weight: float) -> UnderWay:
+        """Of inputs on the first stage's device and targets on the last one's; nothing is computed yet."""
+        pieces, unit, last = self._pieces(targets), self.unit(), len(self.lanes) - 1
+        received = {(0, m): piece for m, piece in enumerate(self._pieces(inputs))}
+        return UnderWay(pieces, weight, received, {(last, m): unit for m in range(len(pieces))})
+
+    def unit(self) -> Tensor:
+        """The gradient of a loss, with which backward passes begin: 1 or fp16's scale, on the last stage's device."""
+        one = torch.ones((), device=self.lanes[-1].device)
+        return self.context.scale(one) if self.context.scale else one
+
+    def compute(self, action: Action, on: UnderWay) -> Tensor | None:
+        """Returns what a neighbour waits for: the next stage an activation, the one before a gradient."""
+        kind, stage, m = action
+        if kind == "F":
+            out = self.run_stage(self.stages[stage], on.received[stage, m], len(on.targets[m]))
+            last = stage + 1 == len(self.lanes)
+            if last:
+                out = self.weighted_loss(out, on.targets[m], on.weight)
+                on.losses.append(out.detach())
+            on.sent[stage, m] = out
+            return None if last else out
+        out, gradient = on.sent.pop((stage, m)), on.gradients.pop((stage, m), None)
+        if gradient is not None:
+            torch.autograd.backward(out, gradient)
+        # None: the stages before are frozen, or their output is detached
+        return on.received.pop((stage, m)).grad if stage else None
+
+    def deliver(self, action: Action, moved: Tensor, differentiable: bool, on: UnderWay) -> None:
+        """The neighbour has it."""
+        kind, stage, m = action
+        if kind == "F":
+            on.received[stage + 1, m] = moved.requires_grad_(differentiable)
+        else:
+            on.gradients[stage - 1, m] = moved
+
+    def edge(self, action: Action) -> Edge:
+        """The way that the action's result takes."""
+        return self.edges[action.stage, action.stage + (1 if action.kind == "F" else -1)]
+
+    @contextmanager
+    def working(self, action: Action) -> Iterator[None]:
+        """What is issued in here is this action."""
+        with self.lanes[action.stage].working(), self.recorder.action(action.stage, action):
+            yield
+
+    def record_pass(
+        self, recorder: StepRecorder, batch: Batch, weight: float, sync: bool
+    ) -> tuple[Callable[[], None], Tensor]:
+        """As `recorded` says: one graph on one device, else one for each action."""
+        devices = [lane.device for lane in self.lanes]
+        if self.recipe.pipeline.recompute:
+            raise NotRecorded("pipeline.recompute=true puts random states back, which a recording forbids")
+        if 1 < len(set(devices)) < len(devices):
+            raise NotRecorded("two stages share one of several devices, and with it a stream of random numbers")
+        try:
+            if len(set(devices)) > 1:
+                actions = RecordedActions(self, recorder, batch, weight)
+                made: tuple[Callable[[], None], Tensor] = actions.replay, actions.loss
+            else:
+                with self.recorder.off():
+                    made = super().record_pass(recorder, batch, weight, sync)
+        except BaseException:
+            for deferred in self.deferred.values():
+                deferred.abandon()
+            raise
+        self.forget_figures()
+        return made
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Forward only: micro-batch after micro-batch through all stages, which overlap on GPUs."""

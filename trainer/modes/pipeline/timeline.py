@@ -30,16 +30,30 @@ class Recorder:
         self.cuda = devices[0].type == "cuda"
         self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
         self._steps: deque[list[tuple[int, Action, int, Moment, Moment]]] = deque(maxlen=KEPT)
+        self._on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """What is done in here is not recorded: an event in a CUDA graph tells no time."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step, or a piece of it."""
-        self._steps.append([])
+        if self._on:
+            self._steps.append([])
         yield
 
     @contextmanager
     def action(self, worker: int, action: Action) -> Iterator[None]:
         """An action within the step, issued to the current stream of the current device."""
+        if not self._on:
+            yield
+            return
         begin = self._mark()
         yield
         if self._steps:

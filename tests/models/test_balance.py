@@ -98,19 +98,6 @@ def test_the_median_of_the_repeats_after_one_to_warm_up(monkeypatch):
     assert [(cost.forward, cost.backward) for cost in costs] == [(2, 2)] * 3
 
 
-def test_run_wraps_each_forward():
-    seen = []
-
-    def run(module, x):
-        seen.append(x.dtype)
-        with torch.autocast("cpu", torch.bfloat16):
-            return module(x)
-
-    costs = block_costs(trace(model()), torch.randn(5, 3, 4, 4), run, repeats=1)
-    assert costs[0].bytes == 5 * 4 * 16 * 2
-    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16] * 2
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_timing_leaves_no_trace(training):
     measured = model().train(training)

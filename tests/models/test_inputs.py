@@ -6,8 +6,6 @@ import pytest
 import torch
 import torchvision
 
-from tests.command_line import QUIET, ok
-from tests.data.photo_folders import photo_set
 from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import load
 from trainer.saving.weights import save_weights
@@ -62,18 +60,7 @@ def test_torchvisions_weights_are_fed_as_torchvision_prescribes(name, keys):
     assert [keys.get("mean", preset.mean), keys.get("image_size", 224)] == [preset.mean, preset.crop_size[0]]
 
 
-def test_weights_of_ones_own_take_the_place_of_published_ones(tmp_path):
+def test_weights_of_ones_own_take_the_place_of_published_ones():
     """The shipped recipe names published weights; nobody has to take them away."""
     assert load("finetune").model.weights == "DEFAULT"
     assert load("finetune", "model.init_from=x").model.weights is None
-    photos = photo_set(tmp_path / "photos", {"a": 8, "b": 8})
-    words = ["recipe=finetune", "model.name=cnn_gn", "mode=single", f"data.root={photos}", "data.workers=0", "epochs=1"]
-    words += ["batch_size=4", "schedule.warmup_epochs=0", "threads=1", *QUIET]
-    ok(*words, "model.weights=null", "data.image_size=16", "data.mean=[0.4,0.4,0.4]", f"output={tmp_path / 'one'}")
-    said = ok(*words, f"model.init_from={tmp_path / 'one'}", f"output={tmp_path / 'two'}").stdout
-    assert "3 x 16 x 16" in said
-    two = load(str(tmp_path / "two"))
-    assert (two.data.image_size, two.data.mean, two.model.weights) == (16, [0.4, 0.4, 0.4], None)
-    assert two.data.std == pytest.approx([0.229, 0.224, 0.225])
-    ok(*words, f"model.init_from={tmp_path / 'one'}", f"output={tmp_path / 'two'}", "resume=auto")
-    assert "held-out images" in ok("evaluate", f"checkpoint={tmp_path / 'two'}").stdout

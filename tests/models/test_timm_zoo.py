@@ -1,6 +1,5 @@
 """Models of timm by name: theirs are the mean, the deviation and the size, and what is not there is one line."""
 
-import copy
 import importlib.util
 import json
 import logging
@@ -9,17 +8,12 @@ import re
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from tests.command_line import QUIET, losses, ok, result, trainer
-from tests.contexts import mode_of
 from tests.data.photo_folders import photo_set
-from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
 from trainer.models import zoo
 from trainer.models.inputs import with_pretrained_input
-from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, known_names, load
 
 without = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
@@ -133,52 +127,3 @@ def test_it_trains_split_in_two_and_is_found_again(tmp_path):
     assert f"{result(tmp_path / 'split')['val_top1']:.2%}" in said
     done = trainer("predict", "model.name=timm:resnet10t", "model.weights=DEFAULT", f"data.root={root}")
     assert done.returncode == 2 and "model.name=timm:resnet10t" in done.stderr
-
-
-FAMILIES = (
-    *("regnetx_002", "mobilenetv3_small_050", "regnety_002", "efficientnet_b0", "resnet10t", "convnext_atto", "dla34"),
-    *("densenet121", "dpn48b", "fbnetc_100", "ghostnet_050", "hardcorenas_a", "hrnet_w18_small", "mnasnet_050"),
-    *("poolformer_s12", "repvgg_a0", "rexnet_100", "skresnet18", "tinynet_e", "cspresnet50", "ese_vovnet19b_dw"),
-    *("resnetv2_50", "lcnet_050", "mobilenetv4_conv_small", "semnasnet_075", "edgenext_xx_small", "resnest14d"),
-    *("gernet_s", "repghostnet_050"),
-)
-CPU = torch.device("cpu")
-
-
-def stepped(model, words, drives=(CPU,)):
-    """Loss, gradients, weights after a step of SGD, and buffers."""
-    recipe = load({"channels_last": False, "batch_size": 4}, *words.split())
-    strategy = mode_of(recipe, World(Place(), CPU, 1, tuple(map(str, drives)), drives), (4, 3, 64, 64), classes=5)
-    strategy.setup(copy.deepcopy(model))
-    strategy.train()
-    generator = torch.Generator().manual_seed(1)
-    loss = strategy.forward_backward(Batch(torch.randn(4, 3, 64, 64, generator=generator), torch.arange(4), 4), 1 / 4)
-    named = strategy.named_parameters()
-    gradients = {f"{name}.grad": p.grad for name, p in named.items() if p.grad is not None}
-    with torch.no_grad():
-        weights = {name: p - 0.1 * p.grad for name, p in named.items() if p.grad is not None}
-    return {"loss": loss, **gradients, **weights, **strategy.named_buffers()}
-
-
-@without
-@pytest.mark.parametrize("name", [*FAMILIES[:2], *(pytest.param(n, marks=pytest.mark.full) for n in FAMILIES[2:])])
-def test_a_family_in_a_pipeline_of_one_micro_batch_is_single_to_the_bit(name):
-    """Many have BatchNorm with an activation and dropout inside, a subclass of torch's."""
-    import timm
-
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5, drop_rate=0.0)
-    expected = stepped(model, "mode=single")
-    found = stepped(model, "mode=pipeline pipeline.microbatches=1", (CPU, CPU))
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-    halves = stepped(model, "mode=pipeline pipeline.microbatches=2", (CPU, CPU))
-    parts, bare = [], copy.deepcopy(model).train()
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(4, 3, 64, 64, generator=generator)
-    for part in (slice(0, 2), slice(2, 4)):
-        parts.append(nn.functional.cross_entropy(bare(images[part]), torch.arange(4)[part]) / 2)
-        parts[-1].backward()
-    torch.testing.assert_close(halves["loss"], sum(parts).detach())
-    theirs = {f"{key}.grad": p.grad for key, p in bare.named_parameters() if p.grad is not None}
-    torch.testing.assert_close({key: halves[key] for key in theirs}, theirs, rtol=1e-3, atol=1e-4)

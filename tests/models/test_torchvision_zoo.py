@@ -1,21 +1,19 @@
 """Published weights: fetched once a machine, and one line where they cannot be had."""
 
+import json
 import re
-import shutil
 
 import pytest
 import torch
 import torchvision
 from torch import nn
 
-from tests.command_line import PROJECT, QUIET, ok, result, trainer
-from tests.data.photo_folders import photo_set
+from tests.command_line import PROJECT, QUIET, trainer
 from tests.models.test_families import FAMILIES
-from trainer import load as load_run
 from trainer.errors import RecipeError, SetupError
 from trainer.models import torchvision_zoo, zoo
 from trainer.recipe import ModelRecipe
-from trainer.saving.weights import read_metadata
+from trainer.saving.weights import save_weights
 
 NAME, FILE = "squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
 HUB = """
@@ -28,7 +26,6 @@ def download(url, place, *more, **options):
 
 torch.hub.download_url_to_file = download
 """
-SAVE = "torch.save(torchvision.models.squeezenet1_1().state_dict(), place)"
 FAIL = "raise ConnectionResetError('the line broke')"
 
 
@@ -46,13 +43,6 @@ def two_ranks(tmp_path, what):
     words += [*QUIET, "mode=ddp", f"output={tmp_path / 'run'}"]
     known = {"NPROC": "2", "TORCH_HOME": str(tmp_path / "torch"), "PYTHONPATH": f"{tmp_path}:{PROJECT}"}
     return trainer(*words, env=known, cwd=tmp_path)
-
-
-@pytest.mark.slow
-def test_two_ranks_download_once(tmp_path):
-    done = two_ranks(tmp_path, SAVE)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Downloading") == 1, done.stderr
 
 
 def test_where_one_could_not_the_other_does_not_try(tmp_path):
@@ -148,38 +138,17 @@ def test_a_classifier_from_its_weights_computes_what_torchvision_computes(family
         assert same.count(False) in (1, 2), "all but the last layer"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", torchvision_zoo.AUXILIARY)
-def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, hub, tmp_path):
-    file = published_file(hub, name, 96, as_published=False)
-    photos = photo_set(tmp_path / "photos", {"a": 6, "b": 6})
-    words = ["recipe=finetune", f"model.name={name}", "mode=single", f"data.root={photos}", "data.workers=0"]
-    words += ["batch_size=4", "schedule.warmup_epochs=0", "optimizer.lr=1e-20", "data.image_size=96", "threads=1"]
-    words += ["model.freeze=-1", "augment.crop=none", "epochs=2", *QUIET]
-    env = {"TORCH_HOME": str(tmp_path)}
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    ok(*words, f"output={one}", env=env)
-    said = ok(*words, f"model.init_from={one}", f"output={two}", env=env)
-    assert "with transform_input" in said.stdout
-    assert result(two)["val_loss"] == pytest.approx(result(one)["val_loss"], rel=1e-5)
-    shutil.rmtree(one)
-    file.unlink()
-    shutil.rmtree(sorted((two / "checkpoints").iterdir())[-1])
-    (two / "last.safetensors").rename(tmp_path / "last.safetensors")  # as of a run that was killed in its first epoch
-    early = ModelRecipe(name=name, init_from=str(next((two / "checkpoints").iterdir())))
-    assert zoo.build(early, 2, 3, 96).transform_input
-    (tmp_path / "last.safetensors").rename(two / "last.safetensors")
-    ok(*words, f"model.init_from={one}", f"output={two}", "resume=auto", env=env)
-    ok(*words, f"model.init_from={sorted((two / 'checkpoints').iterdir())[-1]}", f"output={three}", env=env)
-    for run in (two, three):
-        assert f"{result(two)['val_loss']:.4f}" in ok("evaluate", f"checkpoint={run}", env=env).stdout
-        assert "transform_input=True" in read_metadata(run)["model"]
-        assert load_run(run).model.transform_input
-    torch.save(torchvision.models.get_model(name, num_classes=2, init_weights=False).state_dict(), tmp_path / "own.pth")
-    for more, told in (([], "without transform_input"), (["model.weights=IMAGENET1K_V1"], "with transform_input")):
-        four = tmp_path / f"own-{len(more)}"
-        said = ok(*words, "max_steps=1", f"model.init_from={tmp_path / 'own.pth'}", *more, f"output={four}", env=env)
-        assert told in said.stdout and load_run(four).model.transform_input is bool(more)
+def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, tmp_path):
+    """A run's own recipe tells; a published file has the heads; of others the recipe says it."""
+    empty, file = {"x": torch.zeros(1)}, str(tmp_path / "w.safetensors")
+    for weights in ("DEFAULT", None):
+        save_weights(tmp_path / "w.safetensors", empty, {"recipe": json.dumps({"model": {"weights": weights}})})
+        assert zoo.form(ModelRecipe(name=name, init_from=file)) == (weights and "IMAGENET1K_V1")
+    save_weights(tmp_path / "w.safetensors", {"AuxLogits.fc.bias": torch.zeros(1000)}, {})
+    assert zoo.form(ModelRecipe(name=name, init_from=file)) == "IMAGENET1K_V1"
+    save_weights(tmp_path / "w.safetensors", empty, {})
+    assert zoo.form(ModelRecipe(name=name, init_from=file)) is None
 
 
 def test_weights_without_a_classifier_are_refused(tmp_path):

@@ -228,6 +228,11 @@ def test_a_users_own_model(monkeypatch):
         zoo.register_model("resnet18")(build)
 
 
+class Beside(nn.Linear):
+    def get_extra_state(self):
+        return {"n": 1}
+
+
 class Own(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -235,6 +240,8 @@ class Own(nn.Module):
         self.head = nn.Linear(4, 10)
         if kind == "complex":
             self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        if kind == "beside":
+            self.body = Beside(64, 4)
         if kind == "pruned":
             prune.l1_unstructured(self.head, "weight", 0.5)
         if kind == "keeping":
@@ -250,15 +257,24 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("lazy", "lazy.*batch of zeros"), ("complex", "turn: make torch.view_as_real"), ("pruned", None)]
+    ("kind", "says"),
+    [
+        ("lazy", "lazy.*batch of zeros"),
+        ("complex", "turn: make torch.view_as_real"),
+        ("beside", "Beside .*register_buffer"),
+        ("pruned", None),
+    ],
 )
 def test_parameters_that_no_mode_trains_are_refused_and_what_torch_does_not_copy_is_taken(kind, says):
     with zoo.builders.lent("own", lambda num_classes, channels, image_size: Own(kind)):
         if says is None:
             assert zoo.build(ModelRecipe(name="own"), 10, 1, 8).head.weight_mask.sum() == 20
         else:
-            with pytest.raises(RecipeError, match=f"model.name=own .*{says}"):
+            with pytest.raises(RecipeError, match=f"model.name=own.*{says}"):
                 zoo.build(ModelRecipe(name="own"), 10, 1, 8)
+    if kind == "beside":
+        with pytest.raises(CheckpointError, match=f"^it.*{says}"):
+            zoo.initialise(Own(kind), Own(kind).state_dict(), "it", whole=True)
 
 
 @pytest.mark.parametrize("kind", ["without autocast", "keeping"])

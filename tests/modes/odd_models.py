@@ -7,14 +7,11 @@ whole batch.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
-from torchvision.ops import StochasticDepth
 
 from trainer import register_model
 
@@ -89,11 +86,6 @@ class NumpyDraw(Plain):
         return self.head(self.body(x) * (np.random.uniform(0.5, 1.5) if self.training else 1.0))
 
 
-class PythonDraw(Plain):
-    def forward(self, x):
-        return self.head(self.body(x) * (random.uniform(0.5, 1.5) if self.training else 1.0))
-
-
 class OwnNumpy(Plain):
     def __init__(self):
         super().__init__()
@@ -148,16 +140,6 @@ class LayerDrop(Plain):
         return self.head(x)
 
 
-class Shortened(Plain):
-    def __init__(self):
-        super().__init__()
-        self.block, self.drop = Block(), StochasticDepth(0.5, "row")
-
-    def forward(self, x):
-        x = self.body(x)
-        return self.head(x + self.drop(self.block(x)))
-
-
 class Routed(Plain):
     """Each sample goes to one of two experts: hard routing, as in a mixture of experts."""
 
@@ -195,19 +177,13 @@ class Counted(Plain):
 
 
 class CountedBuffer(Plain):
-    persistent = True
-
     def __init__(self):
         super().__init__()
-        self.register_buffer("passes", torch.zeros(()), persistent=self.persistent)
+        self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x):
         self.passes.add_(1.0 * self.training)
         return self.head(self.body(x)) / (1 + self.passes)
-
-
-class CountedUnsaved(CountedBuffer):
-    persistent = False
 
 
 class RunningCentre(Plain):
@@ -264,12 +240,6 @@ class RootHook(Plain):
         self.register_forward_hook(lambda module, inputs, outputs: outputs * 0.3)
 
 
-class RootPreHook(Plain):
-    def __init__(self):
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.3,))
-
-
 class RootBackwardHook(Plain):
     def __init__(self):
         super().__init__()
@@ -298,18 +268,6 @@ class InnerHook(Nested):
     def __init__(self):
         super().__init__()
         self.body.register_forward_hook(lambda module, inputs, outputs: outputs * 3)
-
-
-class InnerBackwardHook(Nested):
-    def __init__(self):
-        super().__init__()
-        self.body.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.3,))
-
-
-class LeafBackwardHook(Nested):
-    def __init__(self):
-        super().__init__()
-        self.c.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.3,))
 
 
 class Captured(Nested):
@@ -494,20 +452,6 @@ class InPlace(Plain):
         return self.head(self.b(x).relu_())
 
 
-class View(Nested):
-    """A block that gives a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.flat = nn.Flatten()
-        self.wide = nn.Linear(PIXELS, PIXELS)
-
-    def forward(self, x):
-        x = self.wide(self.flat(x)).view(-1, 1, 8, 8)
-        x[:, :, 0] *= 2
-        return super().forward(x)
-
-
 class Tracking(nn.Module):
     def __init__(self):
         super().__init__()
@@ -534,16 +478,15 @@ class Frozen(Plain):
         self.a.requires_grad_(False)
 
 
-DRAWS = {NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop, Shortened}
+DRAWS = {NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop}
 WHOLE_BATCH = {TwoWays, Normed, RunningCentre, Tracking}  # another result for a part of a batch, by their nature
 HALF = {SinglePart, MixedHalf}  # of few digits
 KINDS = [
-    *(Plain, NoGrad, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer),
-    *(CountedUnsaved, RunningCentre, Teacher, Clamped, SinglePart, RootHook, RootPreHook, RootBackwardHook, InnerHook),
-    *(InnerBackwardHook, LeafBackwardHook, Captured, GradientHook, ParameterHooks, AccumulatedHook, Reversed, Toggled),
-    *(Checkpointed, Spectral, WeightNormed, Pruned, Tied, Twice, Unused, ScalarParameter),
-    *(ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, View, Tracking, Lazy, Frozen),
-    *(NumpyDraw, PythonDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop, Shortened),
+    *(Plain, NoGrad, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer, RunningCentre),
+    *(Teacher, Clamped, SinglePart, RootHook, RootBackwardHook, InnerHook, Captured, GradientHook, ParameterHooks),
+    *(AccumulatedHook, Reversed, Toggled, Checkpointed, Spectral, WeightNormed, Pruned, Tied, Twice, Unused),
+    *(ScalarParameter, ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, Tracking, Lazy),
+    *(Frozen, NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop),
 ]
 ODD = {kind.__name__: kind for kind in KINDS}
 for _name, _kind in ODD.items():

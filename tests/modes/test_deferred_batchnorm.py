@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data import Example, TensorSpec
@@ -81,18 +80,6 @@ def test_statistics_of_the_whole_mini_batch(sizes, options):
     torch.testing.assert_close(ours.layer.eval()(batch(7)), theirs.eval()(batch(7)))
 
 
-def test_statistics_under_autocast():
-    theirs = norm()
-    ours = deferred(theirs)
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs(batch().bfloat16())
-        for piece in batch().bfloat16().split(UNEVEN):
-            assert ours(piece).dtype == torch.bfloat16
-    ours.commit()
-    assert ours.layer.running_var.dtype == torch.float32
-    agree(ours.layer, theirs)
-
-
 @pytest.mark.parametrize("shape", [(12, 3), (12, 3, 5), (12, 3, 2, 2, 2)])
 def test_every_number_of_dimensions(shape):
     theirs = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm3d)(3)
@@ -137,21 +124,6 @@ def test_what_changes_between_mini_batches_is_heeded():
         agree(ours.layer, theirs)
 
 
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
-@pytest.mark.parametrize("training", [True, False])
-def test_outputs_and_gradients_are_batch_norms_for_each_micro_batch(options, training):
-    theirs = norm(**options).train(training)
-    ours = deferred(theirs)
-    found = []
-    for layer, owner in ((ours, ours.layer), (theirs, theirs)):
-        inputs = batch().requires_grad_()
-        outputs = torch.cat([layer(piece) for piece in inputs.split(UNEVEN)])
-        (outputs * batch(1)).sum().backward()
-        found.append([outputs.detach(), inputs.grad, *(p.grad for p in owner.parameters())])
-    for one, two in zip(*found, strict=True):
-        assert torch.equal(one, two)
-
-
 def test_activations_computed_twice_count_once():
     theirs = norm()
     ours = deferred(theirs)
@@ -194,34 +166,6 @@ def test_layers_of_one_stage_with_their_own_momenta():
     for one, two in zip(model, whole, strict=True):
         agree(one, two)
     assert [layer.momentum for layer in model] == [0.1, None, 0.5, 0.1]
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_layer_costs_no_operators_beyond_torchs_own():
-    """What is added does not grow with the layers."""
-    added, pieces = [], batch().split(EVEN)
-    for layers in (4, 16):
-        model = nn.Sequential(*[nn.BatchNorm2d(3) for _ in range(layers)])
-        ours = DeferredStatistics(model, dict.fromkeys(model, 16))
-        with Operators() as plain:
-            for piece in pieces:
-                model(piece)
-        with Operators() as deferring:
-            for piece in pieces:
-                ours.begin()
-                model(piece)
-                ours.gather(len(piece))
-        added.append(deferring.count - plain.count)
-    assert added[0] == added[1] <= 4 + 2 * len(EVEN)
 
 
 def refused(model, shape=(3, 8, 8)):
@@ -302,28 +246,6 @@ def test_others_that_keep_statistics_are_refused():
     assert "layer 1 (InstanceNorm2d) " in refused(nn.Sequential(none, kept))
     assert "(Counting)" in refused(Counting(3))
     assert layers_of(nn.Sequential(none, Renormalised(3, track_running_stats=False))) == {}, "nothing to be off"
-
-
-def test_a_look_at_the_layers_leaves_no_trace_in_the_model():
-    class Counting(nn.BatchNorm2d):
-        count, last = 0, None
-
-        def forward(self, x):
-            self.count, self.last = self.count + 1, x
-            return super().forward(x)
-
-    (layer,) = layers_of(Counting(3))
-    assert layer.count == 0 and layer.last is None and layer.training
-
-
-def test_a_model_that_looks_at_values():
-    class Looking(nn.Sequential):
-        def forward(self, inputs):
-            return super().forward(inputs) if inputs.sum() == 0 else inputs
-
-    model = Looking(nn.BatchNorm2d(3))
-    assert layers_of(model) == {model[0]: 64}
-    assert model.training and model[0].num_batches_tracked == 0
 
 
 @pytest.mark.gpu

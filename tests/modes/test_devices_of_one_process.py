@@ -16,7 +16,6 @@ from trainer.modes.pipeline import stages, streams
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import load
-from trainer.saving import checkpoint
 from trainer.training.randomness import random_states, restore_random_states
 
 CARDS = tuple(torch.device("cuda", index) for index in range(2))
@@ -98,24 +97,6 @@ def test_a_generator_for_each_card_is_saved_and_older_checkpoints_go_on():
         assert torch.equal(torch.rand(4, device=cards[0]).cpu(), drawn[0]) and machine.errors == []
 
 
-def test_an_older_checkpoint_says_which_random_numbers_start_anew(dropping, tmp_path, capsys):
-    words = "mode=split model.name=dropping devices=[cuda:0,cuda:1] save.every_steps=2 data.samples=64"
-    runs.train_on_cuda(words, tmp_path / "run")
-    kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    state = checkpoint.newest(tmp_path / "run", print).state
-    for folder in kept:
-        shutil.rmtree(folder)
-    state.tensors["rank-00000"].pop("cuda:1")
-    position = state.position._replace(step=2, epoch=0, step_in_epoch=2)
-    checkpoint.commit(tmp_path / "run", checkpoint.State(position, state.tensors, state.facts), 2)
-    said = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.telemetry.tracking.Tracker.say", lambda self, text, style="": said.append(text))
-        done = runs.train_on_cuda(f"{words} resume=auto", tmp_path / "run")
-    assert done.result["status"] == "completed"
-    assert [text for text in said if "random" in text and "cuda:1" in text]
-
-
 # Memory and order of work.
 
 
@@ -123,7 +104,7 @@ def test_trials_of_plans_leave_no_streams_and_no_memory(monkeypatch):
     monkeypatch.setattr(stages, "TRIAL_STEPS", (2, 2))
     with simulated(2) as machine:
         strategy = set_up("mode=pipeline", halves(), rows=16)
-        assert len(strategy.known["trials"]) > 1
+        assert len(strategy.tuned["trials"]) > 1
         assert len(machine.streams) == 2 + 2 + 2 * 2  # default ones, a stage's, two of an edge each way
         for card in range(2):
             allocated = torch.cuda.memory_allocated(card)

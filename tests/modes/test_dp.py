@@ -32,10 +32,6 @@ def parallel(drives, rows=10, model=None, words="channels_last=false", shape=(1,
         (10, 2, [5, 5]),
         (30, 3, [10, 10, 10]),
         (2, 3, [1, 1]),  # one device stays idle
-        (1, 4, [1]),
-        (7, 2, [4, 3]),
-        (9, 4, [3, 3, 3]),
-        (30, 1, [30]),
     ],
 )
 def test_rows_of_devices(rows, devices, expected):

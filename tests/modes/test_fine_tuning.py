@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line import BARE, losses, ok, result, steps, trainer
-from tests.training.test_resume_modes import kill
 from tests.training.test_training import SAME
 from trainer.models.zoo import build
 from trainer.optim.trainable import normalises_batches
@@ -83,32 +82,6 @@ def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", ["frozen", "muon", "muon's convolutions"])
-@pytest.mark.parametrize("way", APART)
-def test_workers_that_go_their_own_ways(way, option, single, tmp_path, full):
-    if (way, option) not in (("local_sgd", "frozen"), ("hogwild", "muon")) and not full:
-        pytest.skip("--all")
-    ok(*SHORT, *OPTIONS[option], *APART[way], f"output={tmp_path / 'run'}")
-    found = losses(tmp_path / "run")
-    assert len(found) == 8 and found[0] == pytest.approx(losses(single(option))[0], rel=0.2)
-    if option == "frozen":
-        ours, theirs = (load_file(path / "last.safetensors") for path in (tmp_path / "run", single(option)))
-        assert torch.equal(ours["0.weight"], theirs["0.weight"]), "averaging leaves it as it is, to the last bit"
-    else:
-        saved = tmp_path / "run" / "checkpoints" / "step-00000008"
-        kind = ("//momentum_buffer", "//velocity")
-        first, second = (
-            {
-                name: tensor
-                for name, tensor in load_file(saved / f"rank-0000{rank}.safetensors").items()
-                if name.startswith("optimizer:") and name.endswith(kind)
-            }
-            for rank in (0, 1)
-        )
-        assert first.keys() == second.keys() != set()
-        assert not any(torch.equal(first[name], second[name]) for name in first), "each worker has its own state"
-
-
 def test_the_rate_is_for_the_whole_batch(tmp_path):
     """However many ranks and pieces compute it."""
     words, plain = [*SHORT, "model.name=cnn_gn"], ["mode=single", "optimizer.lr=0.01"]
@@ -118,20 +91,6 @@ def test_the_rate_is_for_the_whole_batch(tmp_path):
     assert re.search(r"\b0\.01: 0\.04 .*\b256\b.*batch_size=64", said)
     assert losses(tmp_path / "scaled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
     assert [row["lr"] for row in steps(tmp_path / "scaled")] == [row["lr"] for row in steps(tmp_path / "plain")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
-def test_muon_where_stages_have_no_matrices(schedule, tmp_path):
-    """The first of three stages is a convolution, the last is a normalisation and the last layer."""
-    ways = ["mode=pipeline", f"pipeline.schedule={schedule}", "nproc=3", "pipeline.microbatches=4"]
-    ways += ["pipeline.cuts=[permute,encoder.layers.encoder_layer_3]"]
-    few = [word if not word.startswith("max_steps") else "max_steps=3" for word in [*SHORT, *OPTIONS["muon"]]]
-    ok(*few, "mode=single", f"output={tmp_path / 'single'}")
-    ok(*few, *ways, f"output={tmp_path / 'run'}")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "single"), rel=1e-4)
-    ours, theirs = (load_file(tmp_path / name / "last.safetensors") for name in ("run", "single"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
 NORMS = {
@@ -173,33 +132,6 @@ def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
     """So that fine-tuning the last layer is not warned of a small batch."""
     recipe = load(None, "model.name=cnn", f"model.freeze={wanted}")
     assert normalises_batches(build(recipe.model, 10, 1, 8)) is looks
-
-
-EXACT = {**WAYS, "single": ["mode=single"], "local_sgd": APART["local_sgd"]}
-CONTINUED = [(way, option) for way in ("single", "ddp", "1f1b", "streams", "2x2", "local_sgd") for option in ("muon",)]
-CONTINUED += [
-    ("single", "muon's convolutions"),
-    ("2x2", "muon's convolutions"),
-    ("1f1b", "frozen"),
-    ("local_sgd", "frozen"),
-    ("single", "layer_decay"),
-    ("streams", "layer_decay"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "option"), CONTINUED)
-def test_continued_to_the_last_bit(way, option, tmp_path, full):
-    if (way, option) not in (("single", "muon's convolutions"), ("streams", "muon"), ("1f1b", "frozen")) and not full:
-        pytest.skip("--all")
-    cut = CUT[OPTIONS[option][0].partition("=")[2]]
-    words = [*SHORT, *OPTIONS[option], *(word.format(cut=cut) for word in EXACT[way]), "save.every_steps=3"]
-    ok(*words, f"output={tmp_path / 'whole'}")
-    kill(5, *words, f"output={tmp_path / 'run'}")
-    ok(*words, "resume=auto", f"output={tmp_path / 'run'}")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    ours, theirs = (load_file(tmp_path / name / "last.safetensors") for name in ("run", "whole"))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

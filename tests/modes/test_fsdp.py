@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -11,8 +10,7 @@ import pytest
 from torch import nn
 
 from tests import warm
-from tests.command_line import PROJECT, QUIET, WHOLE, environment, losses, ok, result
-from tests.models import test_families, test_timm_zoo
+from tests.command_line import environment, ok
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
 from trainer.errors import RecipeError
@@ -67,15 +65,6 @@ def test_the_host_holds_shards_of_several_processes(words, count, told):
 
 
 @pytest.mark.slow
-def test_on_the_cpu_nothing_is_moved_and_that_is_said(tmp_path):
-    words = ["recipe=digits", "model.name=mlp", "max_steps=4", *QUIET, *EXACT["fsdp"]]
-    ok(*words, f"output={tmp_path / 'plain'}")
-    ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}")
-    assert "fsdp.offload moves nothing" in str(result(tmp_path / "run")["facts"])
-    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
-
-
-@pytest.mark.slow
 def test_shards_go_on_in_any_other_layout(tmp_path):
     """Killed again and again, and continued on other ranks: one run, with its momentum and moving average."""
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -87,14 +76,6 @@ def test_shards_go_on_in_any_other_layout(tmp_path):
         assert newest(run) == 4 * turn
     assert "resuming at step 16 of 22" in ok(*words, *ring[-1]).stdout
     ends_like(run, whole)
-
-
-@pytest.mark.slow
-def test_ranks_with_unequal_rows_measure_their_communication_alike(tmp_path):
-    """Ten classes over four ranks: 3, 3, 3 and 1."""
-    words = ["recipe=digits", "model.name=mlp", "max_steps=8", *WHOLE, *EXACT["fsdp 4"]]
-    ok(*words, f"output={tmp_path / 'run'}")
-    assert result(tmp_path / "run")["verdict"]["bound"]
 
 
 # In two processes: what a mode with shards does that the command line does not show.
@@ -249,31 +230,3 @@ def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_pa
             assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
         assert [*told["refused"]] == [*told["tried"]], "it trains wrongly"
         assert all("mode=ddp" in line and "model.name" in line for line in told["refused"].values())
-
-
-TORCHVISION = [f"{name}:{size}" for name, size in test_families.FAMILIES.values()]
-TIMM = [f"timm:{name}:{size}" for name, size in test_families.TIMM.items()]
-TIMM += [f"timm:{name}:64" for name in test_timm_zoo.FAMILIES if name not in test_families.TIMM]
-SAMPLE = ("mnasnet0_5:32", "timm:efficientnet_lite0:64", "timm:levit_128s:128")
-
-
-@pytest.mark.slow
-def test_a_family_in_shards_is_the_whole_model(tmp_path, full):
-    """In double precision: losses, which are in single, and gradient norms of two steps, and outputs in evaluation."""
-    cases = [*TORCHVISION, *(TIMM if importlib.util.find_spec("timm") else [])]
-    cases = [case for case in cases if full or case in SAMPLE]
-    script = PROJECT / "tests" / "modes" / "sharded_families.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = warm.run(
-        [*command, str(tmp_path), *cases],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=7200 if full else 180,
-        cwd=PROJECT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "families.json").read_text())
-    assert {*found} == {case.rpartition(":")[0] for case in cases}
-    apart = {name: told for name, told in found.items() if isinstance(told, str) or max(told) > 1e-6}
-    assert apart == {}

@@ -6,35 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from tests.command_line import QUIET, digest, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, ok, result, trainer
 from tests.contexts import mode_of
 from tests.worlds import gathered, on_ranks
-from trainer import train
 from trainer.data import Batch
 from trainer.modes import local_sgd
 from trainer.recipe import load
 
 SHAPE = (4, 2, 3, 3)
-
-
-# A task that stops its job, once, in the first batch of an evaluation.
-STOPPING = """
-import os, pathlib, signal
-from trainer import Classification, register_task
-
-@register_task("stopping")
-class Stopping(Classification):
-    def sums(self, outputs, targets):
-        mark = os.environ.get("STOP_AT")
-        trial = len(targets) == 2  # before training
-        if mark and not trial and not pathlib.Path(mark).exists() and os.environ["RANK"] == "0":
-            pathlib.Path(mark).touch()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().sums(outputs, targets)
-"""
 
 
 def build(world, *words, samples=10_003):
@@ -235,69 +216,6 @@ DATA = [
 ]
 
 
-def test_one_process_is_single(tmp_path, here):
-    words = [*DATA, "data.samples=96", "batch_size=32", "epochs=3", "threads=1", *QUIET, "local_sgd.every=2"]
-    for mode in ("single", "local_sgd"):
-        train(load(None, f"mode={mode}", *words, f"output={tmp_path / mode}"))
-    assert losses(tmp_path / "local_sgd") == pytest.approx(losses(tmp_path / "single"), rel=1e-6)
-    assert len(losses(tmp_path / "single")) == 9
-
-
-@pytest.mark.full
-def test_averaging_every_step_has_the_losses_of_ddp(tmp_path):
-    """Epochs of one step: both modes cut the same permutation in the same two halves."""
-    words = [*DATA, "data.samples=64", "batch_size=64", "epochs=8", "optimizer.momentum=0", "optimizer.lr=0.01", *QUIET]
-    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'ddp'}")
-    ok(
-        *words,
-        "mode=local_sgd",
-        "local_sgd.every=1",
-        "local_sgd.outer_momentum=0",
-        "nproc=2",
-        f"output={tmp_path / 'local'}",
-    )
-    assert losses(tmp_path / "local") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
-    assert losses(tmp_path / "ddp")[-1] < losses(tmp_path / "ddp")[0]
-    assert result(tmp_path / "local")["val_loss"] == pytest.approx(result(tmp_path / "ddp")["val_loss"], rel=1e-4)
-
-
-@pytest.mark.full  # test_resume_modes.py has a sample of all modes
-@pytest.mark.parametrize(
-    "more",
-    [[], ["precision=fp16", "local_sgd.every=4", "local_sgd.outer_momentum=0"], ["local_sgd.every=4", *OUTER]],
-    ids=["epoch", "steps, fp16", "outer"],
-)
-def test_killed_in_mid_epoch_and_resumed_is_byte_equal(more, tmp_path):
-    """BatchNorm, momentum, moving average; shards of 718 and 719 images, 15 steps an epoch."""
-    words = ["recipe=digits_local_sgd", "nproc=2", "ema=0.9", "epochs=2", "save.every_steps=6", *QUIET, *more]
-    words += ["logging.verdict=false"]  # which does not keep averaging from being measured
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = ok(*words, f"output={whole}")
-    assert result(whole)["seconds_in"]["averaging"] > 0 and result(whole)["verdict"] is None
-    assert "averaged every" in done.stdout and result(whole)["data"]["val_samples"] == 360
-    killed = trainer(*words, f"output={cut}", env={"TRAINER_FAULT": "kill@1:21"})
-    assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr
-
-    first, second = (
-        load_file(cut / "checkpoints" / "step-00000018" / f"rank-0000{rank}.safetensors") for rank in (0, 1)
-    )
-    kept = [name for name in first if name.startswith("model:") and name.endswith("weight")]
-    apart = [not torch.equal(first[name], second[name]) for name in kept]
-    assert kept and all(apart), "between averagings each worker has weights of its own"
-    assert "optimizer:0.weight//momentum_buffer" in first and "ema:0.weight" in second
-    assert ("scaler:scale" in second) == ("precision=fp16" in more)
-    assert (cut / "checkpoints" / "step-00000018" / "outer.safetensors").exists() == ("local_sgd.outer_lr=0.7" in more)
-
-    ok(*words, f"output={cut}", "resume=auto")
-    assert losses(cut) == losses(whole)
-    assert (cut / "last.safetensors").read_bytes() == (whole / "last.safetensors").read_bytes()
-    assert [row["step"] for row in steps(cut)] == [row["step"] for row in steps(whole)]
-
-    found = result(whole)
-    evaluated = ok("evaluate", f"checkpoint={whole}").stdout
-    assert f"val loss {found['val_loss']:.4f}" in evaluated and f"{found['val_top1']:.2%}" in evaluated
-
-
 SHORT = [*DATA, "data.samples=192", "batch_size=32", "epochs=2", *QUIET]  # 6 steps an epoch
 SHORT += ["local_sgd.every=4", *OUTER]
 LOCAL = [*SHORT, "mode=local_sgd"]
@@ -321,44 +239,7 @@ def test_what_other_workers_and_modes_make_of_the_outer_optimizer(tmp_path):
     assert "outer optimizer starts anew" in again.stdout and math.isfinite(result(tmp_path / "other")["val_loss"])
 
 
-@pytest.mark.slow
-def test_a_run_stopped_in_its_evaluation_does_not_step_twice(tmp_path):
-    """The epoch's end has been averaged and stepped, and its evaluation is still to do."""
-    (tmp_path / "stopping.py").write_text(STOPPING)
-    words = [word.replace("val_samples=30", "val_samples=90") for word in LOCAL]  # in several batches
-    words += ["nproc=2", "plugin=stopping", "task.name=stopping"]
-    ok(*words, f"output={tmp_path / 'whole'}", cwd=tmp_path)
-    stopped = trainer(*words, f"output={tmp_path / 'cut'}", cwd=tmp_path, env={"STOP_AT": str(tmp_path / "stopped")})
-    assert stopped.returncode == 143 and "saved step 6" in stopped.stderr, stopped.stdout + stopped.stderr
-    assert "train loss" not in stopped.stdout, "not evaluated yet"
-    ok(*words, f"output={tmp_path / 'cut'}", "resume=auto", cwd=tmp_path)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    last = [(tmp_path / name / "last.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert last[0] == last[1]
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_compile(tmp_path):
-    words = ["recipe=digits_local_sgd", "nproc=2", "model.name=cnn_gn", "optimizer.lr=0.001", "epochs=2", *QUIET]
-    ok(*words, f"output={tmp_path / 'plain'}")
-    ok(*words, "compile=true", f"output={tmp_path / 'compiled'}", timeout=600)
-    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_momentum_is_the_default_of_averages_within_an_epoch(tmp_path):
-    """Which a run of before there was one goes on without."""
+def test_momentum_is_the_default_of_averages_within_an_epoch():
     assert load(None, "mode=local_sgd").local_sgd.outer_copies == 0
     assert load(None, "mode=local_sgd", "local_sgd.every=4").local_sgd.momentum == 0.5
     assert load(None, "mode=local_sgd", "local_sgd.every=4", "local_sgd.outer_momentum=0").local_sgd.outer_copies == 0
-    words = ["recipe=digits", "model.name=mlp", "mode=local_sgd", "nproc=2", "local_sgd.every=4", "epochs=2", *QUIET]
-    plain, old, new = (tmp_path / name for name in ("plain", "old", "new"))
-    ok(*words, "local_sgd.outer_momentum=0", f"output={plain}")
-    ok(*words, f"output={new}")
-    trainer(*words, "local_sgd.outer_momentum=0", f"output={old}", env={"TRAINER_FAULT": "kill@1:20"})
-    lines = (old / "recipe.yaml").read_text().splitlines()
-    (old / "recipe.yaml").write_text("\n".join(line for line in lines if "outer_" not in line))
-    ok(*words, f"output={old}", "resume=auto")
-    assert digest(old / "last.safetensors") == digest(plain / "last.safetensors") != digest(new / "last.safetensors")
-    again = trainer(*words, f"output={new}", "resume=auto", "local_sgd.outer_momentum=0", "epochs=2")
-    assert again.returncode == 2 and "local_sgd.outer_momentum" in again.stderr

@@ -2,9 +2,6 @@
 
 import copy
 import gc
-import json
-import subprocess
-import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -13,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.command_line import environment
 from tests.contexts import mode_of
 from tests.worlds import on_ranks
 from trainer.data import Batch
@@ -28,7 +23,7 @@ from trainer.models.partition import trace
 from trainer.modes import STRATEGIES, sync_batchnorm
 from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
-from trainer.modes.pipeline.wire import Wire
+from trainer.modes.pipeline.ranks import Wire
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.rank import Place
 from trainer.processes.world import World
@@ -193,16 +188,6 @@ def test_a_subclass_in_double_precision_synchronises_too():
     assert synchronise_batch_norm(nn.Sequential(layer)) == [layer]
 
 
-def test_names_objects_and_hooks_stay_with_sync_batch_norm():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2, affine=False)))
-    before, seen = model.state_dict(keep_vars=True), []
-    model[1][0].register_forward_hook(lambda *_: seen.append(1))
-    assert synchronise_batch_norm(model) == [model[1][0], model[1][1]]
-    assert all(model.state_dict(keep_vars=True)[name] is tensor for name, tensor in before.items())
-    model.eval()(torch.zeros(1, 1, 2, 2))
-    assert seen == [1]
-
-
 def test_layers_that_exchange_statistics_by_themselves_are_refused():
     class Own(nn.SyncBatchNorm):
         pass
@@ -236,22 +221,6 @@ def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
         assert travelling.is_contiguous() and not travelling._is_view()
         gradient = torch.autograd.grad(travelling.square().sum(), received)[0]
         assert first or gradient.is_contiguous(), traced.cuts[index - 1]
-
-
-@pytest.mark.full("compiles in two ranks")
-def test_synchronised_layers_can_be_compiled(tmp_path):
-    """Into the one graph of the model, their collectives among the rest."""
-    rank = [sys.executable, "-m", "tests.modes.synchronised", "{}", str(tmp_path / "store")]
-    ranks = [[word.format(number) for word in rank] for number in (0, 1)]
-    second = subprocess.Popen(ranks[1], env=environment(), stderr=subprocess.DEVNULL)
-    try:
-        first = subprocess.run(ranks[0], env=environment(), capture_output=True, text=True, timeout=120)
-    finally:
-        second.kill()
-        second.wait()
-    assert first.returncode == 0, first.stderr
-    eager, compiled, graphs = json.loads(first.stdout.splitlines()[-1])
-    assert compiled == pytest.approx(eager, rel=1e-4) and graphs <= 2 and len({*eager}) == 4
 
 
 def test_every_mode_of_the_schema_has_a_strategy():
@@ -367,29 +336,6 @@ def test_a_reentrant_checkpoint_and_an_unused_layer_train_under_ddp_together(gro
     strategy.close()
     with pytest.raises(RecipeError, match="use_reentrant=False"):
         mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Recomputed())
-
-
-class Asked(TorchDispatchMode):
-    """How often a tensor's value was asked for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "_local_scalar_dense" in func._schema.name
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("model, expected", [(Half(), True), (nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), False)])
-def test_ddp_asks_after_parameters_in_a_step_only_where_a_pass_leaves_some_unused(model, expected, group):
-    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
-    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
-    strategy.setup(model)
-    batch = Batch(torch.randn(4, 1, 2, 2), torch.arange(4) % 3, 4)
-    for _ in range(2):
-        with Asked() as asked:
-            strategy.forward_backward(batch, 1 / 8)
-        assert bool(asked.count) is expected
-    strategy.close()
 
 
 def test_finding_out_whether_parameters_are_unused_leaves_no_trace(group):

@@ -20,7 +20,7 @@ SEVERAL = "Plain,ParameterHooks,AccumulatedHook,Tied,Unused,Spectral,MixedPrecis
 MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,TwoWays,Unused,MixedHalf"}  # beside all of them
 MUST_TRAIN = {  # where a refusal would be a fault
     "split": "Plain,OwnTrain,Normed,RootHook,InnerHook,ParameterHooks,Spectral,WeightNormed,Tied,Dropped",
-    "streams": "Plain,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped,Shortened",
+    "streams": "Plain,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped",
     "dp": ",".join(set(ODD) - {Lazy.__name__, ComplexParameter.__name__, ExtraState.__name__}),
     "gpipe": "Plain,WeightNormed,Tied,Twice,Unused,MixedPrecision,MixedHalf,InPlace,Pruned,Dropped",
     "ddp": "Plain,NoGrad,ParameterHooks,AccumulatedHook,RootHook,Captured,Reversed,Spectral,Pruned,SinglePart",

@@ -10,7 +10,6 @@ from trainer import modes
 from trainer.commands.trained import Trained
 from trainer.data import Loader
 from trainer.errors import RecipeError
-from trainer.models.extra_state import load_extra_state
 from trainer.models.zoo import fitted
 from trainer.modes import Context
 from trainer.processes.resources import locate
@@ -64,7 +63,6 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     check_same_images(world, data)
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)
-    load_extra_state(model, trained.weights, path)
     weights = fitted(model, trained.weights, path, whole=True)
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)

@@ -7,7 +7,6 @@ two passes: what the first leaves behind shows in the second. Nothing of it is l
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.undisturbed import attributes, generators, is_plain, undisturbed
 
-SECONDS = 2.0  # that a proof may take without a word
 # Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
 NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
@@ -38,25 +36,18 @@ class Passes(NamedTuple):
 
 
 def fewest_rows(most: int, make: Callable[[int], Made], say: Callable[[str], None], name: str) -> Made | None:
-    """What `make` gives with one row, or two, or `most`: as few as the model takes. None where memory is too small.
-
-    What takes longer than `SECONDS`, and what there is no memory for, is said.
-    """
-    began = time.perf_counter()
+    """What `make` gives with one row, or two, or `most`: as few as the model takes. None, and a line, where memory is
+    too small."""
     for rows in sorted({1, 2, most}):
         try:
-            made = make(rows)
+            return make(rows)
         except Exception as error:  # the model's code may raise anything
             if is_out_of_memory(error):
                 say(f"WARNING: {name} is not compared with what replaces it: memory is too small for both")
                 return None
             if rows >= most:
                 raise
-        else:
-            break
-    if (seconds := time.perf_counter() - began) > SECONDS:
-        say(f"{seconds:.1f} s to look at how {name} trains, to compare it with what replaces it")
-    return made
+    return None
 
 
 def observe(

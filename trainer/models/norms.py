@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -82,46 +81,31 @@ def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) 
     return {name: layer for name, layer in layers.items() if not answer(layer)}
 
 
-def is_torchs(layer: nn.Module) -> bool:
-    """Whether the layer's forward is torch's own."""
-    return type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
-
-
-def writes_statistics_only(layer: nn.Module) -> bool:
-    """Whether a layer updates its running statistics as `nn.BatchNorm2d` does, whatever it adds to the result.
-
-    Its outputs in training do not depend on the running statistics, and those move to the batch's by its momentum:
-    torch's own layers, and subclasses with an activation or dropout inside.
-    """
-    if is_torchs(layer):
+def acts_as_batch_norm(layer: nn.Module) -> bool:
+    """Whether a layer is `nn.BatchNorm2d` or the like, with whatever it adds to the result, an activation or dropout:
+    rows meet in one call of `torch.nn.functional.batch_norm` alone, outputs in training do not depend on the running
+    statistics, and those move to the batch's by its momentum."""
+    if type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer):
         return True
     if not isinstance(layer, _BatchNorm):
         return False
-    try:
-        with undisturbed([layer], torch.device("cpu")):
-            if not layer.train().training:  # it always is in evaluation mode
-                return True
-        return any(_writes_only(layer, inputs) for inputs in _samples(layer))
-    except Exception:  # the user's code may raise anything
-        return False
-
-
-def takes_global_statistics(layer: nn.Module) -> bool:
-    """Whether the rows of a batch meet in one call of `torch.nn.functional.batch_norm` alone."""
-    if is_torchs(layer):
-        return True
     calls: list[bool] = []
 
     def counted(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["training"] if "training" in kwargs else args[4])
         return batch_norm(inputs, *args, **kwargs)
 
-    with suppress(Exception):
+    try:
+        with undisturbed([layer], torch.device("cpu")):
+            if not layer.train().training:  # it always is in evaluation mode
+                return True
         for inputs in _samples(layer):
             calls.clear()
             with BatchNormCalls(counted):
                 _run(layer, inputs, 1.0, 0.0)
-            return calls == [True] and (layer.running_mean is None or writes_statistics_only(layer))
+            return calls == [True] and (layer.running_mean is None or _writes_only(layer, inputs))
+    except Exception:  # the user's code may raise anything
+        return False
     return False
 
 
@@ -180,16 +164,9 @@ def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Modul
         return lambda layer, args, out: seen[name].append(out.numel() // (layer.num_features * len(inputs)))
 
     hooks = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     try:
         with undisturbed([model], inputs.device), torch.no_grad():
-            model.eval()
-            try:  # only shapes matter
-                functional_call(model, {name: t.to("meta") for name, t in tensors.items()}, (inputs.to("meta"),))
-            except (RuntimeError, NotImplementedError):  # it reads values
-                for times in seen.values():
-                    times.clear()
-                model(inputs)
+            model.eval()(inputs)
     finally:
         for hook in hooks:
             hook.remove()

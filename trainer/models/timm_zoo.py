@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -32,8 +28,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         _check_weights(timm, recipe, name)
     pretrained = starting and recipe.weights is not None
     try:
-        with _announced(timm, name) if pretrained else nullcontext():
-            return _created(timm, name, image_size, **options, pretrained=pretrained)
+        return _created(timm, name, image_size, **options, pretrained=pretrained)
     except Exception as error:  # downloads raise anything at all
         if not pretrained and isinstance(error, RuntimeError | ValueError):
             raise AssertionError(text_of(error)) from None  # it does not take images of this shape
@@ -44,21 +39,6 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
             f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); fetch "
             f"model.safetensors of {place} elsewhere, and start from it: model.weights=null model.init_from=FILE"
         ) from None
-
-
-@contextmanager
-def _announced(timm: Any, name: str) -> Iterator[None]:
-    """One line about a download, as torchvision prints it, instead of two for each retry."""
-    hub = logging.getLogger("huggingface_hub")
-    level = hub.level
-    hub.setLevel(logging.ERROR)
-    print(
-        f"Looking for timm's weights of {name}: {timm.get_pretrained_cfg(name).hf_hub_id}", file=sys.stderr, flush=True
-    )
-    try:
-        yield
-    finally:
-        hub.setLevel(level)
 
 
 def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:

@@ -14,22 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.models.extra_state import holders
-
 WIDEST = 1000  # elements of a list or dictionary that is looked into: longer ones hold data
 _OWN = set(vars(nn.Module()))  # what every module has
 
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: bool = False) -> Iterator[None]:
-    """Restore buffers, extra state, training flags, plain attributes (counters, lists, tensors, arrays) and random
+    """Restore buffers, training flags, plain attributes (counters, lists, tensors, arrays) and random
     states afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
     parts = {part for module in modules for part in module.modules()}
     flags = {part: part.training for part in parts}
     # By their names: a module that goes to another device and back has other tensors.
     buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
     kept = [(p, p.detach().clone()) for p in {p for part in parts for p in part.parameters(recurse=False)} if weights]
-    extra = {part: copy.deepcopy(part.get_extra_state()) for module in modules for part in holders(module).values()}
     plain = {part: _own(part) for part in parts}
     objects = {id(value): value for module in modules for _, value in attributes(module)}
     try:
@@ -47,8 +44,6 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: boo
             for name in _own(part).keys() - own.keys():
                 del vars(part)[name]
             vars(part).update(own)
-        for part, state in extra.items():
-            part.set_extra_state(state)
         with torch.no_grad():
             for part, name, before in buffers:
                 if not is_expanded(buffer := part.get_buffer(name)):

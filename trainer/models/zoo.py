@@ -16,7 +16,6 @@ from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import freeze, head
-from trainer.models.extra_state import holders, load_extra_state
 from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
@@ -112,13 +111,21 @@ def build(
 
 
 def _check_kinds(model: nn.Module, name: str) -> None:
-    """Refuse parameters that are not supported, with what to write instead."""
+    """Refuse what a model may keep and no checkpoint would have, with what to write instead."""
+    if (kept := _kept_beside_tensors(model)) is not None:
+        raise RecipeError(f"model.name={name}: {kept}")
     for key, parameter in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(parameter):
             raise RecipeError(f"model.name={name} has lazy layers: where it is made, call it once on a batch of zeros")
         if parameter.is_complex() and parameter.requires_grad:
             instead = "make torch.view_as_real of it the parameter, and compute with torch.view_as_complex"
             raise RecipeError(f"model.name={name} trains complex numbers, {key}: {instead}")
+
+
+def _kept_beside_tensors(model: nn.Module) -> str | None:
+    own = (type(part) for part in model.modules() if type(part).get_extra_state is not nn.Module.get_extra_state)
+    instead = "keeps state by get_extra_state(), which no checkpoint has: keep it as tensors, by register_buffer()"
+    return next((f"{kind.__name__} {instead}" for kind in own), None)
 
 
 def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
@@ -263,19 +270,19 @@ def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, who
     Raises:
         CheckpointError: naming what does not fit.
     """
+    if (kept := _kept_beside_tensors(model)) is not None:
+        raise CheckpointError(f"{source}: {kept}")
     state = model.state_dict(keep_vars=True)
     fitting = type(state)(fitted(model, weights, source, whole))
     # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
     fitting._metadata = state._metadata  # type: ignore[attr-defined]
     model.load_state_dict(fitting, strict=False)
-    load_extra_state(model, weights, source)
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: bool = False) -> dict[str, Weight]:
     """The weights that `initialise` loads, under the model's names. Raises CheckpointError naming what does not fit."""
     state = model.state_dict(keep_vars=True)
-    other = holders(model)
-    tensors = {name: part for name, part in state.items() if isinstance(part, Tensor) and name not in other}
+    tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
     # A tensor that a model has under several names is saved under one.
     saved = {id(tensor): weights[name] for name, tensor in tensors.items() if name in weights}
     weights = {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}

@@ -20,7 +20,6 @@ from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import StepRecorder
 from trainer.devices.precision import AUTOCAST
 from trainer.models.blocks import hold_statistics
-from trainer.models.extra_state import extra_state, load_extra_state
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -47,8 +46,7 @@ class Context:
     example: Example  # a micro-batch on this rank
     samples: int = 0  # of an epoch, over all ranks
     scale: Callable[[Tensor], Tensor] | None = None  # fp16's, of a loss before its backward pass
-    # What was measured before to choose how to run, as `Strategy.known` holds it
-    known: Mapping[str, Any] = field(default_factory=dict)
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # measured before to choose how to run, by `Strategy.tuned`
     say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
 
 
@@ -96,7 +94,7 @@ class Strategy:
         # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
         self.divisor = self.world.size if self.recipe.traits.every_sample else 1
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
-        self.known = dict(context.known)
+        self.tuned = dict(context.tuned)
         # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
         parts = self.world.size * self.recipe.accumulate * self.recipe.augment.together
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
@@ -146,20 +144,6 @@ class Strategy:
         """This rank's buffers that belong in a checkpoint, under the plain model's names."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
-
-    def extra_state(self) -> dict[str, Tensor]:
-        """State of modules that is no tensor, as `models.extra_state` gives it; the same on all ranks once settled."""
-        return {} if self.recipe.traits.staged else extra_state(self.module)
-
-    def load_extra_state(self, saved: Mapping[str, StoredTensor]) -> None:
-        """Continue with it. Raises CheckpointError."""
-        if not self.recipe.traits.staged:
-            load_extra_state(self.module, {name: kept.read() for name, kept in saved.items()}, "the checkpoint")
-
-    def share_extra_state(self) -> None:
-        """Rank 0's on every rank."""
-        if self.world.size > 1 and (mine := self.extra_state()):
-            load_extra_state(self.module, self.world.broadcast_object(mine), "rank 0")
 
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation."""

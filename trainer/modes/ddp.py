@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.models.host_state import of_library
-from trainer.models.norms import unlike, writes_statistics_only
+from trainer.models.norms import acts_as_batch_norm, unlike
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Communication, Strategy, by_type, in_a_row, put_back
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
@@ -42,7 +42,7 @@ def read_in_training(model: nn.Module) -> bool:
     Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `settle` spreads them.
     """
     holders = {name: module for name, module in model.named_modules() if any(True for _ in module.buffers(False))}
-    return bool(unlike(holders, writes_statistics_only))
+    return bool(unlike(holders, acts_as_batch_norm))
 
 
 def mean_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:
@@ -211,7 +211,6 @@ class DistributedDataParallel(Strategy):
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is not None or self.apart:
             self.broadcast_buffers(averages)
-            self.share_extra_state()
 
     def close(self) -> None:
         """Free DDP while others still hold the process group.

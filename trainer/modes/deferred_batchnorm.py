@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.data import Example
 from trainer.errors import RecipeError
-from trainer.models.norms import statistics_layers, unlike, values_a_row, writes_statistics_only
+from trainer.models.norms import acts_as_batch_norm, statistics_layers, unlike, values_a_row
 
 
 def deferrable(model: nn.Module, example: Example, remedy: str) -> dict[nn.Module, int]:
@@ -31,7 +31,7 @@ def deferrable(model: nn.Module, example: Example, remedy: str) -> dict[nn.Modul
     if not layers:
         return {}
     seen = values_a_row(model, example.zeros(torch.device("cpu"), 2).inputs, layers)
-    refused = dict.fromkeys(unlike(layers, writes_statistics_only), "updates its statistics in a way of its own")
+    refused = dict.fromkeys(unlike(layers, acts_as_batch_norm), "updates its statistics in a way of its own")
     refused |= {name: f"is called {len(n)} times in a forward pass" for name, n in seen.items() if len(n) > 1}
     for name, why in refused.items():
         raise RecipeError(
@@ -46,8 +46,7 @@ class DeferredStatistics:
 
     def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
         """`values` of a channel in one row are as of `deferrable`; not `pooled`, each micro-batch is a mini-batch."""
-        here = dict.fromkeys(layer for layer in stage.modules() if layer in values)
-        self.layers: list[Any] = list(here)
+        self.layers: list[Any] = list(dict.fromkeys(layer for layer in stage.modules() if layer in values))
         self._values, self._pooled = values, pooled
         self._momenta: list[float | None] = []
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row

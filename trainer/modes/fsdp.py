@@ -10,8 +10,9 @@ parameters that share their storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,13 @@ from trainer.modes.fsdp_units import (
     unit_sizes,
     units_of,
     unshardable,
-    watch,
     whole_parameters,
 )
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards
 from trainer.saving.tensor_files import Piece
-from trainer.telemetry.clocks import Stopwatch, synchronise
+from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
@@ -105,9 +105,9 @@ class FullyShardedDataParallel(Strategy):
                 self._receive(whole_parameters(unit).values())
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
-                watch(unit, self._refusal)
                 if name and self.forward_watch is not None:
-                    time_blocks(unit, self.forward_watch)
+                    unit.register_forward_pre_hook(partial(timed, self.forward_watch.__enter__))
+                    unit.register_forward_hook(partial(timed, self.forward_watch.__exit__))
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
@@ -198,7 +198,6 @@ class FullyShardedDataParallel(Strategy):
         if self.sharded is not None:
             self.order.compare()
             self.broadcast_buffers(averages)
-            self.share_extra_state()
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
@@ -278,19 +277,10 @@ class FullyShardedDataParallel(Strategy):
         }
 
 
-def time_blocks(unit: nn.Module, watch: Stopwatch) -> None:
-    """Time a block's forward passes in training: torch has its weights whole before, and lets go of them after."""
-
-    def begin(module: nn.Module, _: Any) -> None:
-        if module.training:
-            watch.__enter__()
-
-    def end(module: nn.Module, *_: Any) -> None:
-        if module.training:
-            watch.__exit__()
-
-    unit.register_forward_pre_hook(begin)
-    unit.register_forward_hook(end)
+def timed(mark: Callable[[], object], unit: nn.Module, *_: Any) -> None:
+    """Of a block in training: torch has its weights whole before, and lets go of them after."""
+    if unit.training:
+        mark()
 
 
 def _local(tensor: Any) -> Tensor:

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,34 +87,6 @@ def kept_whole(before: Sequence[tuple[str, Storage]]) -> str | None:
         gc.collect()  # what only refers to itself
         time.sleep(0.1)  # gloo's thread lets go of what it has sent a little later
     return f"keeps {kept} in a second place, as in a list or a view"
-
-
-def watch(unit: nn.Module, refusal: Callable[[str], Exception]) -> None:
-    """In its first training pass, find out whether a unit changes its parameters: they are gathered again for the next,
-    and the change is lost.
-
-    The pass raises `refusal` of the reason then.
-    """
-    seen: list[tuple[dict[str, nn.Parameter], Tensor]] = []
-
-    def before(*_: Any) -> None:
-        if unit.training and not seen:
-            parameters = {name: p for name, p in whole_parameters(unit).items() if p.is_floating_point()}
-            seen.append((parameters, _sums(parameters)))
-
-    def after(*_: Any) -> None:
-        for parameters, sums in seen:
-            begin.remove()
-            end.remove()
-            if not torch.equal(sums, _sums(parameters)):
-                raise refusal("changes its parameters in its forward pass")
-
-    begin, end = unit.register_forward_pre_hook(before), unit.register_forward_hook(after)
-
-
-def _sums(parameters: Mapping[str, Tensor]) -> Tensor:
-    sums = [p.detach().sum(dtype=torch.float64).nan_to_num() for p in parameters.values()]
-    return torch.stack(sums) if sums else torch.zeros(0)
 
 
 def compile_forward(unit: nn.Module, name: str) -> None:

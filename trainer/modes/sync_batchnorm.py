@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
 from trainer.errors import RecipeError
-from trainer.models.norms import BatchNormCalls, takes_global_statistics, training_norms, unlike
+from trainer.models.norms import BatchNormCalls, acts_as_batch_norm, training_norms, unlike
 
 
 def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
@@ -26,7 +26,7 @@ def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
     Raises RecipeError naming a subclass that normalises in a way of its own.
     """
     layers = training_norms(model)
-    for name, layer in unlike(layers, takes_global_statistics).items():
+    for name, layer in unlike(layers, acts_as_batch_norm).items():
         raise RecipeError(
             f"sync_bn=true: layer {name or 'the model itself'} ({type(layer).__name__}) normalises in a way of its own "
             "and would see this rank's rows alone: leave sync_bn out, or make it nn.BatchNorm2d"

@@ -173,4 +173,4 @@ def _list_of(rank: int, draft: Path) -> Path:
 
 def _write_weights(save: Save, state: State) -> None:
     for path, metadata in save.weights.items():
-        save_weights(path, state.part(save.evaluated) | state.part("extra"), metadata, save.check)
+        save_weights(path, state.part(save.evaluated), metadata, save.check)

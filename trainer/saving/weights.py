@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -19,32 +18,12 @@ from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import StoredTensor, fault_point, parsed, serialised, sync_folder, write_synced
 
-EXTRA_STATE = "_extra_state"  # torch's name, below a module's, for what its get_extra_state() gives
 
-
-def as_bytes(value: Any) -> Tensor:
-    """Anything that pickles, as (n,) uint8."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
-
-
-def from_bytes(data: Tensor) -> Any:
-    """What `as_bytes` was given, of tensors and plain values, on the CPU.
-
-    Raises Exception for anything else, of which nothing is executed.
-    """
-    raw = data.numpy().tobytes()
-    return _plain(io.BytesIO(raw), len(raw))
-
-
-def _plain(file: Path | io.BytesIO, size: int) -> Any:
+def _plain(file: Path) -> Any:
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
-            if sum(entry.file_size for entry in whole.infolist()) > size:
+            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
                 raise ValueError("compressed")
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -130,22 +109,20 @@ def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     model, ema = state.part("model"), state.part("ema")
     kind = "ema" if ema else "model"
     at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    tensors = {**model, **ema, **state.part("extra")}
+    tensors = {**model, **ema}
     return {name: tensor.read() for name, tensor in tensors.items()}, {"format": "pt", "weights": kind, **at}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
     try:
-        content = _plain(file, file.stat().st_size)
+        content = _plain(file)
     except Exception as error:  # torch raises about anything here
         advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
         raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if isinstance(content, dict):
-        content = {key: as_bytes(part) if str(key).endswith(EXTRA_STATE) else part for key, part in content.items()}
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{file} holds no dictionary of tensors; give a file with a model's state_dict()")
     return {str(name): tensor for name, tensor in content.items()}

@@ -59,18 +59,6 @@ class Weights(Part):
         self.state.strategy.scatter(saved.part(self.name), self.tensors())
 
 
-class ExtraState(Part):
-    """State of modules that is no tensor."""
-
-    name = "extra"
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.state.strategy.extra_state()
-
-    def restore(self, saved: State) -> None:
-        self.state.strategy.load_extra_state(saved.part(self.name))
-
-
 class OptimizerState(Part):
     name, saved_by, trains = "optimizer", "all", True
 
@@ -239,7 +227,7 @@ class OfRank(Part):
 
 
 PARTS: tuple[type[Part], ...] = (
-    *(Weights, ExtraState, OptimizerState, OuterOptimizer, Scaler, Averages),
+    *(Weights, OptimizerState, OuterOptimizer, Scaler, Averages),
     *(Standing, KnownImages, Remembered, OfRank),
 )
 

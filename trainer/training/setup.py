@@ -22,7 +22,6 @@ from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError
 from trainer.launch import endings
-from trainer.models.extra_state import require_kept
 from trainer.models.inputs import with_pretrained_input
 from trainer.models.norms import check_alone
 from trainer.models.shapes import without_values
@@ -174,15 +173,11 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    traits = recipe.traits
-    alike = (traits.single_device and not traits.private) or traits.exchanges in ("gradients", "shards")
-    require_kept(model, recipe.model.name, recipe.mode, alike)
-    known = world.broadcast_object(resolved.tracker.folder.known(say))
+    tuned = world.broadcast_object(resolved.tracker.folder.known(say))
     facts = facts_of(model, resolved)
     example = data.example(most_rows(recipe, resolved.shard.count))
-    context = Context(recipe, world, task, example, len(data.train), known=known, say=say)
+    context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
     strategy, optimizer, updater = wire(context, model)
-    strategy.share_extra_state()
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
     loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
@@ -205,7 +200,7 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
 def begin(run: Run) -> None:
     """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
     recipe, data, tracker = run.recipe, run.datasets, run.tracker
-    tracker.folder.remember(run.strategy.known)
+    tracker.folder.remember(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
     if data.split_table is not None:
         tracker.keep(SPLIT_FILE, data.split_table)

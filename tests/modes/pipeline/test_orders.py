@@ -186,13 +186,6 @@ def test_what_launching_may_hide_is_idle_at_most():
     assert "idle 50% of the time" in title([span._replace(launching=0.0) for span in spans], 2)
 
 
-def test_ideal_bubble():
-    assert ideal_bubble(1, 7) == 0
-    assert ideal_bubble(4, 1) == 3 / 4
-    assert ideal_bubble(4, 8) == 3 / 11
-    assert ideal_bubble(4, 8, virtual=2) == 3 / 19
-
-
 def test_idle_share():
     def span(worker, begin, end):
         return Span(worker, Action("F", worker, 0), begin, end)

@@ -11,7 +11,6 @@ from torch.nn.utils import parametrizations
 from tests.modes import odd_models
 from tests.modes.pipeline.test_streams import CPU, ROWS, digits, staged
 from trainer.errors import RecipeError
-from trainer.models import equivalence
 from trainer.modes.pipeline import stage_proof, stages
 
 
@@ -127,14 +126,6 @@ def test_a_model_that_one_row_is_too_few_for():
 
     staged(Base(), [CPU, CPU], "mode=split")
     staged(Groups(), [CPU, CPU], "mode=split")
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1000.0])
-def test_a_long_proof_is_told(seconds, monkeypatch):
-    monkeypatch.setattr(equivalence, "SECONDS", seconds)
-    said = []
-    staged(Base(), [CPU, CPU], "mode=split", say=said.append)
-    assert any("compare" in line for line in said) == (seconds == 0)
 
 
 def test_where_memory_does_not_suffice_it_is_told(monkeypatch):

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.contexts import mode_of
 from trainer.data import Batch
-from trainer.errors import RecipeError
 from trainer.models.zoo import build
 from trainer.modes.pipeline import streams
 from trainer.processes.rank import Place
@@ -317,22 +316,3 @@ def test_a_subclass_of_batch_norm_is_what_trains(words):
     assert torch.equal(found, sum(losses))
     ours, theirs = gradients(strategy.named_parameters().items()), gradients(model.named_parameters())
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        ("pipeline.microbatches=2", "set pipeline.deferred_batch_norm=false, which takes those of each micro-batch"),
-        ("mode=split pipeline.recompute=true", "set pipeline.recompute=false and pipeline.deferred_batch_norm=false"),
-    ],
-)
-def test_a_layer_whose_statistics_cannot_be_deferred_is_named(words, remedy):
-    layer = nn.BatchNorm2d(4)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.Conv2d(4, 4, 3), layer, nn.Flatten(), nn.Linear(64, 10))
-    with pytest.raises(RecipeError) as error:
-        staged(model, (CPU, CPU), words)
-    assert "layer 1 (BatchNorm2d) " in str(error.value)
-    assert remedy in str(error.value)
-    staged(model, (CPU, CPU), "pipeline.microbatches=2 pipeline.deferred_batch_norm=false")
-    staged(model, (CPU, CPU), "pipeline.microbatches=1")
-    staged(model, (CPU, CPU), "mode=split")

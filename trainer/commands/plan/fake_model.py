@@ -26,7 +26,7 @@ from trainer.models.balance import BlockCost
 from trainer.models.blocks import hold_statistics
 from trainer.models.memory import Pass, Resident, size_of
 from trainer.models.partition import Traced, trace
-from trainer.modes.pipeline.wire import Wire
+from trainer.modes.pipeline.ranks import Wire
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
 from trainer.recipe import ModelRecipe, Recipe

@@ -23,17 +23,48 @@ from trainer.data import Batch, Shard
 from trainer.errors import RecipeError
 from trainer.models.partition import Traced
 from trainer.models.undisturbed import undisturbed
-from trainer.modes.base import Communication, Context
+from trainer.modes.base import Communication, Context, by_type, in_a_row, put_back
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders, ranks_of_stages
 from trainer.modes.pipeline.tuning import Pipe, Plan
-from trainer.modes.pipeline.wire import Wire
 from trainer.processes.world import World, lost_peers
 from trainer.recipe import MEASURED, Recipe
 from trainer.recipe.checks import microbatch_counts, ranks_per_pipeline, schedule_of
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import Stopwatch
+
+
+class _Received(torch.autograd.Function):
+    """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class Wire(nn.Module):
+    """A stage as neighbours see it: what goes between ranks is contiguous, channels_last images as (N, H, W, C)."""
+
+    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], first: bool, last: bool) -> None:
+        super().__init__()
+        self.stage, self._run, self._first, self._last = stage, run, first, last
+
+    def forward(self, received: Tensor) -> Tensor:
+        if not self._first:
+            received = _Received.apply(received)
+            if received.dim() == 4:
+                received = received.permute(0, 3, 1, 2)
+        out = self._run(self.stage, received)
+        if not self._last and out.dim() == 4:
+            out = out.permute(0, 2, 3, 1)
+        out = out.contiguous()
+        # Schedules with a backward pass in two parts detach what was sent in place, which a view does not allow.
+        return out.clone() if out._is_view() else out
 
 
 class ProcessPipeline(Staged):
@@ -208,14 +239,9 @@ class ProcessPipeline(Staged):
         """Add up over the replicas what each got from its part of the batch, in one all-reduce a type of number."""
         if self.replicas == 1:
             return
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
         with self.averaging:
-            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-                same = [gradient for gradient in gradients if gradient.dtype == dtype]
-                flat = torch.cat([gradient.reshape(-1) for gradient in same])
-                self.world.sum_(flat, "replicas")
-                for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            for gradients in by_type(p.grad for p in self._parameters if p.grad is not None):
+                put_back(self.world.sum_(in_a_row(gradients), "replicas"), gradients)
 
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Between replicas; between stages it is part of the bubble."""

@@ -1,4 +1,4 @@
-"""What all modes share that hold a model in stages: names, cuts, deferred BatchNorm, what is known of the plan."""
+"""What all modes share that hold a model in stages: names, cuts, deferred BatchNorm, the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from shlex import quote
 from statistics import fmean
 from typing import Any
 
@@ -23,14 +22,13 @@ from trainer.models.partition import Traced, trace
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
-from trainer.modes.pipeline import kept_plans, orders, tuning
+from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
 from trainer.modes.pipeline.stage_proof import held, prove
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
 from trainer.processes.world import PATIENCE
-from trainer.saving.files import usable_json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
@@ -82,23 +80,12 @@ class Staged(Strategy):
         self.build(traced, self.plan)
 
     def _find_plan(self, traced: Traced) -> Plan:
-        """The one of this run so far, or what was measured on this machine before, or now."""
-        key = tuning.key_of(traced, self.recipe, self.pipe)
-        plan = tuning.recall(self.known, key, traced, self.pipe)
-        if plan is not None:
-            return plan
-        kept = kept_plans.file_for(self.context, self.model, key)
-        known = self.world.broadcast_object(usable_json(kept))
-        plan = tuning.recall(known, key, traced, self.pipe)
-        if plan is not None:
-            self.known = known
-            self.context.say(f"pipeline: as measured on this machine before; to measure again: rm {quote(str(kept))}")
-            return plan
-        probe, trial = partial(self.probe, traced), partial(self.trial, traced)
-        tuner = tuning.Tuner(traced, self.recipe, self.pipe, probe, trial, self.context.say, self.room())
-        plan, self.known = tuner.find_plan()
-        if self.world.is_main and self.known["trials"] and self.known["stable"]:
-            kept_plans.write(kept, self.known)
+        """The one of this run so far, or what is measured now."""
+        plan = tuning.recall(self.tuned, tuning.key_of(traced, self.recipe, self.pipe), traced)
+        if plan is None:
+            probe, trial = partial(self.probe, traced), partial(self.trial, traced)
+            tuner = tuning.Tuner(traced, self.recipe, self.pipe, probe, trial, self.context.say, self.room())
+            plan, self.tuned = tuner.find_plan()
         return plan
 
     def finish(self) -> None:
@@ -306,7 +293,7 @@ class Staged(Strategy):
         most = bubble + self._launching[-1]
         values = {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_at_most_pct": 100 * most}
         values |= {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
-        return {**values, "pipeline/bubble_predicted_pct": 100 * self.known["predicted"]["bubble"]}
+        return {**values, "pipeline/bubble_predicted_pct": 100 * self.tuned["predicted"]["bubble"]}
 
     def timeline(self) -> list[list[Span]]:
         """The first replica's; ranks of one machine share a clock."""
@@ -319,7 +306,7 @@ class Staged(Strategy):
         micro = f"{count} micro-batches of {'up to ' * (count * size > self.pipe.rows)}{size}"
         return {
             "pipeline": f"{self.plan.stages} stages, {self.plan.schedule}, {micro}, "
-            f"predicted bubble {self.known['predicted']['bubble']:.0%}",
+            f"predicted bubble {self.tuned['predicted']['bubble']:.0%}",
             "cuts": f"after {', '.join(self.plan.cuts)}",
         }
 
@@ -338,11 +325,11 @@ class Staged(Strategy):
                 "microbatches": self.plan.microbatches,
                 "split_size": self.split_size(),
                 "bubble_ideal": orders.ideal_bubble(self.pipe.workers, self.plan.microbatches, virtual),
-                "bubble_predicted": self.known["predicted"]["bubble"],
+                "bubble_predicted": self.tuned["predicted"]["bubble"],
                 # Of a few steps in each logged window, over all workers; at most, if GPUs idled while work was issued.
                 "bubble_measured": measured if self._bubbles else None,
                 "bubble_at_most": measured + launching if self._bubbles else None,
                 "stage_seconds": self._busy,  # of work in a step, the last that was looked at
-                "trials": self.known["trials"],
+                "trials": self.tuned["trials"],
             }
         }

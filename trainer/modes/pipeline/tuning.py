@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import DeviceMemoryError
 from trainer.models import memory
@@ -64,21 +65,6 @@ class Trial:
         return math.isfinite(self.seconds)
 
 
-class _Predicted(BaseModel):
-    step_seconds: float
-    bubble: float
-
-
-class _Known(BaseModel):
-    """What `Tuner.find_plan` returns beside the plan, as a file gives it back."""
-
-    plan: Plan
-    stable: bool = True
-    predicted: _Predicted
-    stage_seconds: list[tuple[float, float]]
-    trials: list[dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class Tuner:
     """Chooses a plan for a pipe by measuring."""
@@ -92,8 +78,8 @@ class Tuner:
     room: float = math.inf  # free bytes of each worker
 
     def find_plan(self) -> tuple[Plan, dict[str, Any]]:
-        """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what is
-        known of it: its key, whether more trials would choose it too, its predicted bubble, the trials.
+        """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what
+        the run folder keeps of it: its key, its predicted bubble, the trials.
 
         Raises DeviceMemoryError where nothing of what was tried fits.
         """
@@ -113,14 +99,11 @@ class Tuner:
                 continue
             some = [self._planned(schedule, stages, m, costs[m]) for m in sorted(costs)]
             plans += [plan for plan in some if self._fits(plan, costs[plan.microbatches])] if plans else some
-        best, trials, stable = plans[0], dict[Plan, Trial](), True
-        if len(plans) > 1:
-            best, trials, stable = self._run(plans, costs)
+        best, trials = (plans[0], dict[Plan, Trial]()) if len(plans) == 1 else self._run(plans, costs)
         seconds, bubble = self._predicted(best, costs)
         return best, {
             "key": key_of(self.traced, self.recipe, self.pipe),
             "plan": asdict(best),
-            "stable": stable,
             "predicted": {"step_seconds": seconds, "bubble": bubble},
             "stage_seconds": stage_seconds(self.traced, best.cuts, costs[best.microbatches]),
             "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
@@ -199,14 +182,9 @@ class Tuner:
             needed[holder] += memory.COPIES * sum(cost.weights for cost in stage)
         return max(needed) <= memory.USABLE * self.room
 
-    def _run(
-        self, plans: Sequence[Plan], costs: Mapping[int, Sequence[BlockCost]]
-    ) -> tuple[Plan, dict[Plan, Trial], bool]:
+    def _run(self, plans: Sequence[Plan], costs: Mapping[int, Sequence[BlockCost]]) -> tuple[Plan, dict[Plan, Trial]]:
         """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own
-        seconds.
-
-        What is close to the fastest is tried again until a round changes nothing, and the last value says whether it
-        did.
+        seconds. What is close to the fastest is tried again until a round changes nothing.
         """
         trials: dict[Plan, Trial] = {}
 
@@ -235,8 +213,8 @@ class Tuner:
             close = [plan for plan in ranked if trials[plan].seconds <= limit]
             before = chosen
             if len(close) == 1 or (chosen := best(*close[:FINALISTS])) == before:
-                return chosen, trials, True
-        return chosen, trials, False
+                break
+        return chosen, trials
 
     def _corrected(self, plan: Plan, busy: Sequence[float], costs: Sequence[BlockCost]) -> list[BlockCost]:
         """The costs of blocks as the plan's stages took them in a step, not one after the other."""
@@ -269,19 +247,14 @@ def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryEr
     return DeviceMemoryError(f"{what}{first}pipeline.recompute=true or a smaller batch_size")
 
 
-def recall(known: Mapping[str, Any], key: str, traced: Traced, pipe: Pipe) -> Plan | None:
-    """The plan that an earlier part of the run found for the same pipe; None where what was kept makes no sense."""
-    if known.get("key") != key:
+def recall(tuned: Mapping[str, Any], key: str, traced: Traced) -> Plan | None:
+    """The plan that an earlier part of the run found for the same pipe of the same model."""
+    if tuned.get("key") != key or not {"predicted", "trials"} <= tuned.keys():
         return None
-    try:
-        known_plan = _Known.model_validate(known)
-    except ValidationError:
-        return None
-    plan = known_plan.plan
-    in_order = plan.cuts == tuple(cut for cut in traced.cuts if cut in plan.cuts)
-    whole = plan.stages == len(known_plan.stage_seconds) and (plan.schedule, plan.stages) in pipe.schedules
-    ordered = len(plan.stage_seconds) == (plan.stages if plan.schedule == MEASURED else 0)
-    return plan if in_order and whole and ordered and plan.microbatches in pipe.counts else None
+    with suppress(ValidationError):  # of a damaged file
+        plan = TypeAdapter(Plan).validate_python(tuned.get("plan"))
+        return plan if {*plan.cuts} <= {*traced.cuts} else None
+    return None
 
 
 def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:

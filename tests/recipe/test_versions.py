@@ -80,18 +80,6 @@ def test_what_crashes_is_refused_at_once(schedule, command, older):
     assert not re.search("|".join(SPLIT_BACKWARD), instead)
 
 
-def test_a_plan_says_what_it_leaves_out(monkeypatch):
-    from trainer import plan
-    from trainer.commands.plan import schedules
-
-    kinds = {name: kind for name, kind in schedules.SCHEDULES.items() if name not in SPLIT_BACKWARD}
-    monkeypatch.setattr(schedules, "SCHEDULES", kinds)
-    monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
-    found = plan(load("digits", "mode=pipeline", "model.name=cnn_gn"), nproc=2)
-    assert not {row["schedule"] for row in found["pipeline"]["bubbles"]} & {*SPLIT_BACKWARD}
-    assert any(line.startswith(f"{', '.join(SPLIT_BACKWARD)} are left out") for line in found["assumptions"])
-
-
 def test_a_comparison_leaves_a_refused_schedule_out(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
     entry, other = entries("digits", modes=["pipeline pipeline.schedule=zbv", "pipeline"], nproc="2")

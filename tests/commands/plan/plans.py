@@ -9,7 +9,7 @@ from trainer import load_recipe
 from trainer.commands.plan import schedules, speed_probe
 from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import Timings
+from trainer.commands.plan.speed_probe import Timings
 from trainer.data import Batch
 from trainer.models.balance import BlockCost
 from trainer.models.zoo import build

@@ -10,7 +10,7 @@ import pytest
 import trainer as package
 from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer.commands.compare.entries import entries
-from trainer.recipe import load, versions
+from trainer.recipe import versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
 from trainer.recipe.versions import SINCE, VERSION, release, torch_has
 

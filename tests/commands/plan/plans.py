@@ -16,13 +16,8 @@ from trainer.models.zoo import build
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 
-MODELS = {
-    "resnet18": 64,
-    "vit_tiny": 32,
-    "cnn": 32,
-    "mobilenet_v3_small": 64,
-    "densenet121": 64,
-}  # with an image's pixels
+# With an image's pixels.
+MODELS = {"resnet18": 64, "vit_tiny": 32, "cnn": 32, "mobilenet_v3_small": 64, "densenet121": 64}
 
 
 def recipe_of(*words):

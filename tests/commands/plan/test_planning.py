@@ -2,13 +2,11 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT
 from tests.commands.plan.plans import fixed_speed, of_cnn
 from trainer import load_recipe, plan
 from trainer.__main__ import answer
@@ -85,11 +83,9 @@ def test_a_recipe_is_given_as_to_train():
 @pytest.mark.parametrize(
     ("recipe", "options", "says"),
     [
-        (5, {}, "a recipe is a name, a YAML file or a dictionary, not int"),
         (None, {}, r"plan\(\) needs a recipe, as in plan\('digits'\)"),
         ("digits", {"memory": [24]}, "memory= is a number, or text as in '24GiB', not list"),
         ("digits", {"measured": 5}, "measured=here"),
-        ("digits", {"plugin": Path("mine")}, "plugin= is a module's name"),
     ],
 )
 def test_what_a_program_may_not_give(recipe, options, says):
@@ -128,14 +124,10 @@ def test_every_mode_has_a_line():
         (["memory=24"], 2, "write memory=24GiB"),
         (["memory=0GiB"], 2, "above 0"),
         (["bandwidth=10GB"], 2, "write bandwidth=10GB/s"),
-        (["measured=nowhere"], 2, "measured=here"),
         (["nproc=0"], 2, "nproc=0 must be a whole number"),
         (["mode=local_sgd", "nproc=7"], 2, "batch_size=96 does not divide"),
-        (["mode=dp", "nproc=8"], 2, "mode=dp runs in 1 process"),
-        (["mode=pipeline", "nproc=2", "pipeline.microbatches=7"], 2, "pipeline.microbatches=7"),
         (["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"], 2, "not a usable cut"),
         (["mode=pipeline", "nproc=64"], 2, "usable cuts"),
-        (["mode=dp", "sync_bn=true"], 2, "sync_bn=true is not for mode=dp"),
         (["model.num_classes=3"], 2, "the data has 10 classes"),
         (["model.name=resnet18"], 2, "set data.channels=3"),
         (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
@@ -157,15 +149,6 @@ def test_data_that_is_nowhere(capsys):
         == 0
     )
     assert "/not/here" in capsys.readouterr().out
-
-
-def test_what_is_wrong_is_said_before_torch_is_imported():
-    script = "import sys\nfrom trainer.__main__ import answer\nanswer(['plan', 'recipe=digits', 'memory=24'])\n"
-    script += "assert 'torch' not in sys.modules\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), cwd=PROJECT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem)

@@ -8,39 +8,31 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT, environment
-from tests.commands.prove.proofs import CHECKS, DEVICES, FAULTY, begin, faulty, found, proof, prove, row
+from tests.command_line import environment
+from tests.commands.prove.proofs import CHECKS, DEVICES, begin, faulty, found, proof, prove
 from trainer.commands.prove import proving
 from trainer.commands.prove.check_runner import Check, Outcome, measured, right
 
 FAULTS = {  # put in by hand, with the checks that have to see it and what they say
-    "few_files": (["doctor"], "only 300 files may be open at once"),
     "wrong_copy": (["copies"], r"\d+ of 24 were wrong: cpu to cpu, by message, 1,048,579 of uint8: element"),
     "wrong_sum": (["sums"], r"\d+ of 24 were wrong: on cpu, 1,023 of uint8: element 5 is"),
-    "other_each_time": (["repeat"], "losses, norms, weights, optimizer differ between two equal runs"),
     "repeated_step": (["repeat", "resume"], "differ from the run that was not killed"),
     "other_network": (["mode ddp"], "differs: .*optimizer by "),
-    "killed": (["mode ddp"], "rank 1 was killed by SIGKILL"),
-    "counted_twice": (["held out ddp"], "not each once: .*sum of numbers .* instead of 3486"),
     "drifting_fp16": (["precision fp16"], "differs: .*optimizer by "),
     "wrong_kernels": (["compile"], "differs: losses by "),
-    "leak": (["memory"], r"each run keeps \d+ MiB of the host's memory"),
-    "left_behind": (["memory"], "left in /dev/shm: left-by-a-test-"),
     "slow_device": (["rates"], "cpu:1 is slow: its matrix products reach"),
-    "throttled": (["rates"], "cpu:1 is throttled: its matrix products fall to"),
     "slow_link": (["links"], "slow from 1 to 0: "),
 }
-SAMPLE = ("few_files", "counted_twice", "slow_link")  # and wrong_copy, on which it goes on below
+SAMPLE = ("wrong_sum", "slow_link")  # and wrong_copy, on which it goes on below
 
 
 def apart(fault):
-    return pytest.param([fault], marks=pytest.mark.full("some of fifteen faults in the fast tests"), id=fault)
+    return pytest.param([fault], marks=pytest.mark.full("some of eight faults in the fast tests"), id=fault)
 
 
 @pytest.mark.slow
@@ -48,8 +40,6 @@ def apart(fault):
 def test_a_machine_with_faults_is_told(faults, tmp_path):
     folder = begin(tmp_path / "proof", *(name for fault in faults for name in FAULTS[fault][0]))
     done = prove(folder, fault=" ".join(faults), timeout=600)
-    for left in Path("/dev/shm").glob("left-by-a-test-*"):
-        left.unlink()
     assert done.returncode == 3, done.stdout + done.stderr
     for names, says in map(FAULTS.get, faults):
         row = found(folder, names[-1])
@@ -60,29 +50,16 @@ def test_a_machine_with_faults_is_told(faults, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.full("the readers are measured for seconds; test_proof.py has the words")
-def test_slow_readers_are_the_slow_part(tmp_path):
-    rate = {"median": 5000.0, "low": 4900.0, "high": 5100.0}
-    figures = {"images_per_sec": rate, "bare_images_per_sec": rate, "ratio": {"median": 1.0}, "times_one": 1.9}
-    folder = begin(tmp_path / "proof", "readers", **{"speed resnet20 x2": row("measured", **figures)})
-    done = prove(folder, fault="slow_readers")
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert re.search(r"correctly on 2 CPU processes; 1\.9 times as fast as one; .*reading photos \(0\.", last), last
-    assert found(folder, "readers")["figures"]["ratio"]["median"] < 0.5  # of torchvision's own
-
-
 @pytest.mark.slow
 def test_a_machine_without_a_fault_is_right(tmp_path, full):
-    names = ["copies", "sums", "held out ddp", "links"]
-    names += ["repeat", "resume", "mode ddp", "precision fp16", "memory", "rates"] * full
+    names = ["copies", "sums", "resume", "links"]
+    names += ["repeat", "mode ddp", "precision fp16", "rates"] * full
     folder = begin(tmp_path / "proof", *names)
     done = prove(folder, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("correctly on 2 CPU processes")
     rows = [found(folder, name) for name in names]
     assert {row["status"] for row in rows} <= {"right", "measured"} and all(row["todo"] is None for row in rows)
-    assert (folder / "proof.png").stat().st_size > 10_000
     told = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(told) == len(names) and f"/{len(CHECKS)}]" in told[0]
     page = (folder / "proof.md").read_text()
@@ -137,8 +114,7 @@ def test_minutes_that_are_too_few_for_anything(tmp_path):
 def proving_of(tmp_path, checks, minutes, monkeypatch):
     monkeypatch.setattr(proving.right, "checks", lambda devices: checks)
     monkeypatch.setattr(proving.fast, "checks", lambda devices: [])
-    monkeypatch.setattr(proving.fast, "load_libraries", lambda: None)
-    return proving.Proving(proving.Kept(tmp_path), DEVICES, minutes)
+    return proving.Proving(tmp_path, DEVICES, minutes)
 
 
 def test_what_counts_most_is_chosen_first_and_done_in_order(tmp_path, monkeypatch, capsys):
@@ -184,7 +160,19 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
     assert [check.name for check in again._waiting()] == ["one", "three"], "only what is done well is not done again"
 
 
-def test_faults_are_found_by_their_names():
-    text = (FAULTY / "sitecustomize.py").read_text()
-    assert all(f"def {fault}(" in text and f'"{fault}": ' in text for fault in [*FAULTS, "slow_readers"])
-    assert PROJECT in FAULTY.parents
+@pytest.mark.parametrize(
+    "text",
+    ["", "no JSON", "[]", '{"checks": 3}', '{"checks": {"sums": {"status": "right"}}}', '{"checks": {"sums": 1}}'],
+)
+def test_what_is_damaged_is_done_again(text, tmp_path):
+    (tmp_path / proving.KEPT).write_text(text)
+    assert proving.kept(tmp_path) == {}
+
+
+def test_what_a_proof_is_bound_to_names_nobody_and_changes_with_what_is_installed():
+    bound = ({"cpu": "AMD", "gpus": []}, {"torch": "2.11"}, ("cpu", "cpu"))
+    found = proving.bound_to(*bound)
+    assert found["devices"] == "cpu,cpu" and os.uname().nodename not in json.dumps(found).split('"')
+    for place, (key, other) in enumerate({"machine": {"cpu": "Intel"}, "versions": {}, "devices": ("cpu",)}.items()):
+        again = proving.bound_to(*bound[:place], other, *bound[place + 1 :])
+        assert [name for name in found if again[name] != found[name]] == [key]

@@ -7,9 +7,8 @@ import pytest
 from tests.commands.prove.proofs import DEVICES
 from trainer.commands.prove import cards, find_devices
 from trainer.commands.prove.check_runner import CheckRunner, Devices
-from trainer.commands.trials.engine import TrialFailed
 from trainer.devices.cards import Cards
-from trainer.errors import PeerError, RecipeError, SetupError
+from trainer.errors import RecipeError, SetupError
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
 SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
@@ -24,14 +23,6 @@ def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
     again = one.train("x", SHORT, timed=True)
     assert again["seconds"] != first["seconds"] and not (one.path("x") / "last.safetensors").exists()
     assert one.train("x", [*SHORT, "seed=1"])["steps"] == 2, "of other words another run"
-
-
-def test_what_fails_tells_its_own_line(tmp_path):
-    one = CheckRunner(tmp_path, DEVICES)
-    with pytest.raises(TrialFailed, match="recipe=digits"):
-        one.train("x", ["recipe=digts"])
-    with pytest.raises(PeerError, match="nonsense"):
-        one.measure("nonsense")
 
 
 def test_words_of_devices():

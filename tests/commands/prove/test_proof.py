@@ -20,14 +20,7 @@ CARD = "NVIDIA A100-SXM4-80GB"
 GPUS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)
 CPUS = Devices(("cpu", "cpu"), "cpu", ("CPU", "CPU"), 1)
 MACHINE = MachineFigures("AMD EPYC", 32, 2**38, [CARD] * 4, "Linux-6.1")
-SPEED = {
-    "images_per_sec": {"median": 9000.0, "low": 8900.0, "high": 9100.0},
-    "bare_images_per_sec": {"median": 9100.0, "low": 9000.0, "high": 9200.0},
-    "ratio": {"median": 0.99},
-    "times_one": 3.7,
-    "exposed_communication": 0.06,
-    "step": {"optimizer": 0.02},
-}
+SPEED = {"ratio": {"median": 0.99}, "times_one": 3.7, "exposed_communication": 0.06, "step": {"optimizer": 0.02}}
 
 
 def made(tmp_path, devices=GPUS, **changes):
@@ -75,7 +68,7 @@ def test_what_is_left_out_never_counts_as_passed(tmp_path):
     assert "| 20 steps of ddp" not in page
 
 
-def test_what_a_machine_cannot_do_is_no_fault_and_no_pass(tmp_path):
+def test_what_a_machine_cannot_do_is_no_fault(tmp_path):
     proof = made(tmp_path, compile=Outcome("not here", "no compiler"))
     assert proof["status"] == "right" and "trains correctly on 4 GPUs" in proof["sentence"]
     assert re.search(r"\| compile=true .*\| not here \| no compiler \|", markdown(proof))
@@ -101,9 +94,8 @@ def test_the_keys_are_those_of_the_guide(tmp_path):
     table = (GUIDE / "prove.md").read_text().partition("## proof.json")[2]
     keys = re.findall(r"^\| `(\w+)` \|", table, re.M)
     assert keys == [*proof], "an interface: keys are added, never changed"
-    assert {key for row in proof["checks"] for key in row} == {
-        "name", "part", "title", "status", "line", "todo", "seconds", "figures",
-    }  # fmt: skip
+    row = ["name", "part", "title", "status", "line", "todo", "figures", "seconds"]
+    assert all([*found] == row for found in proof["checks"])
 
 
 def test_the_page_names_nobody_and_no_path(tmp_path, monkeypatch):
@@ -112,16 +104,6 @@ def test_the_page_names_nobody_and_no_path(tmp_path, monkeypatch):
     line = "nothing goes into /home/ada/a-secret-project: cd; node17: /data/x/y.jpg of ada failed at 3 images/s"
     page = markdown(made(tmp_path, repeat=wrong(line, "cd ~/elsewhere/x")))
     assert not re.search("ada|node17|secret|/home|/data|elsewhere", page), page
+    text = "12 images/s of /dev/shm; 3/4 ViT-B/16 at https://github.com/pytorch/pytorch devices=[cuda:0] photos"
+    assert anonymous(text) == text and anonymous("(/opt/x.py:12, '~/photos/cat')") == "(PATH:12, 'PATH')"
     assert "goes into PATH: cd; NAME: PATH of NAME failed at 3 images/s" in page
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "12 images/s; /dev/shm is too small; and/or 3/4; ViT-B/16",
-        "https://github.com/pytorch/pytorch/issues",
-        "devices=[cuda:0,cuda:1] data.root=photos",
-    ],
-)
-def test_what_is_no_path_stays(text):
-    assert anonymous(text) == text != anonymous(f"{text} (/opt/venv/lib/x.py:12, in f) '~/photos/cat'")

@@ -11,6 +11,7 @@ import torch
 
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
+from trainer.commands.prove.prove_probe import compare, pattern, types
 from trainer.commands.prove.right import (
     STEPS,
     TOLERANCE,
@@ -85,40 +86,48 @@ def runner(tmp_path, kind="cpu", count=2, answers=None, result=None, error=None)
 
 def test_patterns_that_nobody_compared_are_wrong(tmp_path):
     assert right.sums(runner(tmp_path, answers=[{"done": 0, "wrong": []}] * 2)).status == "wrong"
-    bad = right.copies(
-        runner(tmp_path, "cuda", 2, [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}])
-    )
+    answers = [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}]
+    bad = right.copies(runner(tmp_path, "cuda", 2, answers))
     assert re.fullmatch("1 of 18 .*: cuda:0 to cuda:1: odd", bad.line) and "NCCL_P2P_DISABLE=1" in bad.todo
     good = right.copies(runner(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
     assert good.status == "right" and good.figures["done"] == 18
 
 
-@pytest.mark.parametrize(
-    ("mode", "code", "status"),
-    [("zbv", 2, "not here"), ("zbv", 7, None), ("1f1b", 2, None), ("ddp", 2, None)],
-)
-def test_only_what_an_older_torch_lacks_may_be_refused(mode, code, status, tmp_path, monkeypatch):
+def test_only_what_an_older_torch_lacks_may_be_refused(tmp_path, monkeypatch):
     """Anything else that does not run is wrong: it must not be taken for something that this machine need not do."""
     monkeypatch.setattr(right, "single", lambda runner: None)
-    check = next(check for check in right.checks(machine("cpu", 2)) if check.name == f"mode {mode}")
-    one = runner(tmp_path, error=TrialFailed("needs torch 2.14", code))
-    if status is None:
+    modes = {mode.name: mode for mode in modes_here(machine("cpu", 2))}
+    for name, code in (("zbv", 7), ("1f1b", 2), ("ddp", 2)):
         with pytest.raises(TrialFailed):
-            check.run(one)
-    else:
-        assert check.run(one) == Outcome("not here", "needs torch 2.14")
-
-
-def test_without_a_compiler_compiling_is_not_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(right.shutil, "which", lambda name: None)
-    found = right.compiled(runner(tmp_path))
-    assert found.status == "not here" and "install g++" in found.line
+            right._mode(modes[name], runner(tmp_path, error=TrialFailed("needs torch 2.14", code)))
+    found = right._mode(modes["zbv"], runner(tmp_path, error=TrialFailed("needs torch 2.14", 2)))
+    assert found == Outcome("not here", "needs torch 2.14")
 
 
 @pytest.mark.parametrize(("way", "status"), [("replayed", "right"), ("launched", "wrong")])
 def test_steps_that_were_not_replayed_prove_nothing(tmp_path, monkeypatch, way, status):
     monkeypatch.setattr(right, "traces", lambda path: run())
     assert right.replayed(runner(tmp_path, "cuda", 1, result={"graphs": way})).status == status
+
+
+# --- patterns by which a lost, doubled or shifted element shows -------------------------------------------------------
+
+KINDS = [*types(torch.device("cpu")), torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("among", [1, 2, 8])
+def test_sums_are_exact_and_tell_ranks_and_neighbours_apart(kind, among):
+    parts = [pattern(1023, kind, rank, among) for rank in range(among)]
+    total = sum(part.double() for part in parts)
+    assert torch.equal(total.to(kind).double(), total), "the sum can be held exactly"
+    assert len({tuple(part.tolist()) for part in parts}) == among, "each rank's is another"
+    for other in (total.roll(1), total.roll(7), total + parts[0].double(), total - parts[-1].double()):
+        assert compare(other.to(kind), total.to(kind), "it", bad := []) == 1 and len(bad) == 1
+    damaged = total.clone()
+    damaged[500] = damaged[499]
+    assert compare(damaged.to(kind), total.to(kind), "it", bad := []) and "element 500 is" in bad[0]
+    assert compare(total.to(kind), total.to(kind), "it", bad := []) and bad == []
 
 
 # --- how far two runs are apart: what must not pass does not ----------------------------------------------------------
@@ -140,10 +149,6 @@ def bits(actual, expected):
     return found.figures["different"]
 
 
-def with_one(tensors, name, value):
-    return {**tensors, name: value}
-
-
 FAULTS = {
     "a loss of one step": lambda one: {"losses": [*one.losses[:-1], one.losses[-1] * 1.01]},
     "a step too few": lambda one: {"losses": one.losses[:-1]},
@@ -151,13 +156,13 @@ FAULTS = {
     "a loss that is no number": lambda one: {"losses": [math.nan] * STEPS},
     "a norm": lambda one: {"norms": [*one.norms[:-1], 1.1]},
     "no norms": lambda one: {"norms": []},
-    "a weight": lambda one: {"weights": with_one(one.weights, "a", one.weights["a"] * 1.02)},
-    "a weight that is no number": lambda one: {"weights": with_one(one.weights, "a", one.weights["a"] * math.nan)},
-    "a weight's shape": lambda one: {"weights": with_one(one.weights, "a", one.weights["a"][:7])},
+    "a weight": lambda one: {"weights": one.weights | {"a": one.weights["a"] * 1.02}},
+    "a weight that is no number": lambda one: {"weights": one.weights | {"a": one.weights["a"] * math.nan}},
+    "a weight's shape": lambda one: {"weights": one.weights | {"a": one.weights["a"][:7]}},
     "a weight that is missing": lambda one: {"weights": {"b": one.weights["b"]}},
-    "a weight more": lambda one: {"weights": with_one(one.weights, "c", torch.ones(1))},
+    "a weight more": lambda one: {"weights": one.weights | {"c": torch.ones(1)}},
     "no optimizer's state": lambda one: {"optimizer": {}},
-    "half of a momentum": lambda one: {"optimizer": with_one(one.optimizer, "b", one.optimizer["b"] / 2)},
+    "half of a momentum": lambda one: {"optimizer": one.optimizer | {"b": one.optimizer["b"] / 2}},
 }
 
 
@@ -185,10 +190,3 @@ def test_only_whole_runs_are_the_same():
     early, nothing = run(losses=[1.0] * 3), Traces([], [], {}, {})
     assert bits(early, early) == ["steps"], "two runs that ended early prove nothing"
     assert compared(nothing, nothing, TOLERANCE["cuda"], "").status == "wrong" and bits(nothing, nothing)
-
-
-def test_a_small_tensor_may_differ_by_what_is_nothing_beside_the_others():
-    """A bias whose gradient is nought but for rounding has no direction of its own."""
-    big = {"a": torch.ones(1000), "b": torch.full((1,), 1e-9)}
-    one, other = run(optimizer=big), run(optimizer=with_one(big, "b", -big["b"]))
-    assert compared(other, one, TOLERANCE["cpu"], "").status == "right"

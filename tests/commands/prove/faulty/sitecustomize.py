@@ -102,33 +102,11 @@ def repeated_step(resuming):
     resuming.restore = back
 
 
-def drifting_fp16(torch):
-    """fp16's products lose half of their bits."""
-    if "precision=fp16" in WORDS:
-        conv2d = torch.nn.functional.conv2d
-
-        def rough(inputs, weight, *given, **named):
-            return conv2d(inputs, (weight * 8).round() / 8 + (weight - weight.detach()), *given, **named)
-
-        torch.nn.functional.conv2d = rough
-
-
 def wrong_kernels(torch):
     """What is compiled computes something else."""
     if "compile=true" in WORDS:
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = lambda *given: 1.01 * linear(*given)
-
-
-def slow_device(torch):
-    """The second device computes everything four times."""
-
-    def mm(function, *given, **named):
-        for _ in range(4 if RANK == "1" else 1):
-            product = function(*given, **named)
-        return product
-
-    wrapped(torch, "mm", mm)
 
 
 def slow_link(dist):
@@ -147,9 +125,7 @@ PLACES = {
     "slow_link": "torch.distributed",
     "other_network": "trainer.modes.ddp",
     "repeated_step": "trainer.training.resuming",
-    "drifting_fp16": "torch",
     "wrong_kernels": "torch",
-    "slow_device": "torch",
 }
 for fault in FAULTS:
     hooked(PLACES[fault], globals()[fault])

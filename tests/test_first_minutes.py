@@ -36,7 +36,7 @@ def main():
     if net in os.environ.get("BROKEN", "").split():
         sys.exit("no " + net)
     checks = [{"part": "fast", "status": "measured", "title": "copies", "line": "3 | 4"}]
-    for name in ("proof.json", "proof.md", "proof.png"):
+    for name in ("proof.json", "proof.md"):
         (folder / name).write_text(json.dumps({"words": words, "checks": checks}))
     graphs = words.get("graphs") == "true"
     way = "replayed" if graphs and net not in os.environ.get("LAUNCHED", "").split() else "launched"
@@ -118,7 +118,7 @@ def test_the_whole_trip(machine):
     assert trip.returncode == 0, output
     out = machine / "out"
     assert {path.name for path in out.iterdir()} == {
-        *("proof.json", "proof.md", "proof.png", "kept.json", "parts.log", "logs.tar.gz"),
+        *("proof.json", "proof.md", "kept.json", "parts.log", "logs.tar.gz"),
         *("results.jsonl", "results.md"),
     }
     words = json.loads((out / "proof.json").read_text())["words"]

@@ -10,7 +10,7 @@ import pytest
 import trainer as package
 from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer.commands.compare.entries import entries
-from trainer.recipe import load, versions
+from trainer.recipe import versions
 from trainer.recipe.checks import SPLIT_BACKWARD, TWO_PARTS
 from trainer.recipe.versions import SINCE, VERSION, release, torch_has
 
@@ -78,18 +78,6 @@ def test_what_crashes_is_refused_at_once(schedule, command, older):
     names = f"pipeline.schedule={schedule}", f"torch {major}.{minor} ", "2.13.0+cu130", instead
     assert all(name in done.stderr for name in names) and done.stderr.count("\n") == 1, done.stderr
     assert not re.search("|".join(SPLIT_BACKWARD), instead)
-
-
-def test_a_plan_says_what_it_leaves_out(monkeypatch):
-    from trainer import plan
-    from trainer.commands.plan import schedules
-
-    kinds = {name: kind for name, kind in schedules.SCHEDULES.items() if name not in SPLIT_BACKWARD}
-    monkeypatch.setattr(schedules, "SCHEDULES", kinds)
-    monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
-    found = plan(load("digits", "mode=pipeline", "model.name=cnn_gn"), nproc=2)
-    assert not {row["schedule"] for row in found["pipeline"]["bubbles"]} & {*SPLIT_BACKWARD}
-    assert any(line.startswith(f"{', '.join(SPLIT_BACKWARD)} are left out") for line in found["assumptions"])
 
 
 def test_a_comparison_leaves_a_refused_schedule_out(monkeypatch):

@@ -20,8 +20,7 @@ from tests.contexts import context, mode_of
 from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
 from trainer.commands.plan import speed_probe
-from trainer.commands.prove import bare_loop
-from trainer.commands.prove.prove_probe import Measurer, links
+from trainer.commands.prove import prove_probe
 from trainer.data import Batch
 from trainer.data.photos.copies import Copies
 from trainer.devices.cuda_graphs import CudaRecorder, seconds_between
@@ -249,14 +248,16 @@ def proved(machine):
         "recv": lambda there, _: there.fill_(1),
         "all_reduce": lambda there: there.mul_(1),
     }
-    here = Measurer({"devices": ["cuda:0", "cuda:1"]}, Path(), 1, 2, CARD)
+    task = {"devices": ["cuda:0", "cuda:1"], "batch": 1}
+    here = prove_probe.Measurer(task, Path(), 1, 2, CARD)
     with mock.patch.multiple(dist, barrier=lambda: None, broadcast=lambda *_: None, **answers):
         torch.ones(3, device=CARD)
         here.seconds(lambda: torch.ones(3, device=CARD))
-        links(here)
+        prove_probe.links(here)
         before = torch.backends.cudnn.benchmark
-        with mock.patch.object(bare_loop, "step_of", lambda *_: lambda *_: torch.ones(3, device=CARD)):
-            bare_loop.speeds(here, 1, "fp32", False, 0.0)
+        step = {"step_of": lambda *_: lambda *_: torch.ones(3, device=CARD), "SECONDS": 0.0}
+        with mock.patch.multiple(prove_probe, **step):
+            prove_probe.bare(here)
         torch.backends.cudnn.benchmark = before
 
 
@@ -352,7 +353,6 @@ USES = {
     "training/snapshots.py": [saved],
     "training/diagnosis.py": [held],
     "commands/plan/speed_probe.py": [probed],
-    "commands/prove/bare_loop.py": [proved],
     "commands/prove/prove_probe.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],

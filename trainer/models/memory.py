@@ -19,6 +19,11 @@ USABLE = 0.9  # of the memory there is: a device's context, libraries' workspace
 COPIES = 4  # of the weights where no optimizer is built yet: themselves, gradients, and what most optimizers keep
 
 
+def room_in(memory: float, sharing: int = 1, resident: float = 0.0) -> float:
+    """Bytes that a run may still take of a device's memory, which `sharing` ranks divide, beside what it holds."""
+    return USABLE * memory / sharing - resident
+
+
 def size_of(*tensors: Tensor) -> int:
     """Bytes of their elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

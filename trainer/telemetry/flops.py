@@ -1,4 +1,4 @@
-"""Floating point operations of a model, and what is published of cards: their peaks, and how fast others train."""
+"""Floating point operations of a model, and the published peaks of cards."""
 
 from __future__ import annotations
 
@@ -57,18 +57,6 @@ PEAK_BANDWIDTH = {
     "NVIDIA A40": 696e9, "NVIDIA A30": 933e9, "NVIDIA A10": 600e9, "Tesla V100-SXM2-16GB": 900e9,
     "Tesla V100-SXM2-32GB": 900e9, "Tesla V100-PCIE-16GB": 900e9, "Tesla V100-PCIE-32GB": 900e9, "Tesla T4": 320e9,
 }  # fmt: skip
-SCRIPT = {
-    "what": "NVIDIA's own PyTorch script, mixed precision, photos read from disk, container 21.03",
-    "source": "https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
-}
-IMAGES_PER_SEC = {  # of training: card, network, number of cards
-    ("NVIDIA A100-SXM4-80GB", "resnet50", 1): 2470,
-    ("NVIDIA A100-SXM4-80GB", "resnet50", 8): 16621,
-    ("Tesla V100-SXM2-16GB", "resnet50", 1): 1200,
-    ("Tesla V100-SXM2-16GB", "resnet50", 8): 8322,
-    ("Tesla V100-SXM2-32GB", "resnet50", 1): 1156,
-    ("Tesla V100-SXM2-32GB", "resnet50", 8): 8056,
-}
 
 
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
@@ -113,9 +101,3 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
     peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
     return None if peak is None else 1e12 * peak
-
-
-def published(card: str, model: str, devices: int) -> list[dict[str, Any]]:
-    """Figures of this network on as many of this card."""
-    rate = IMAGES_PER_SEC.get((card, model, devices))
-    return [] if rate is None else [{"images_per_sec": rate, **SCRIPT}]

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import DeviceMemoryError, TrainerError, is_out_of_memory, text_of
-from trainer.models.memory import USABLE, pass_of, size_of
+from trainer.models.memory import pass_of, room_in, size_of
 from trainer.recipe import Recipe
 from trainer.recipe.checks import divides, most_rows
 from trainer.telemetry.device_memory import total_memory
@@ -68,7 +68,7 @@ def _out_of_memory(resolved: Resolved, state: TrainState, error: BaseException) 
     needs = f"weights, gradients and optimizer take {as_size(resident)}"
     if per_sample and not staged:
         needs += f", a pass over a batch of {at_once} about {as_size(per_sample * at_once)}"
-    room = USABLE * total / world.sharing() - resident
+    room = room_in(total, world.sharing(), resident)
     pieces = pieces_that_fit(recipe, count, recipe.accumulate + 1, per_sample, room)
     words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
     if recipe.traits.micro_batches and not recipe.pipeline.recompute:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from trainer.data import Datasets
-from trainer.models.memory import COPIES, USABLE, size_of
+from trainer.models.memory import COPIES, room_in, size_of
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.checks import most_rows
@@ -26,7 +26,7 @@ def speed_recipe(recipe: Recipe, model: nn.Module, data: Datasets, world: World,
     """
     rows = most_rows(recipe, world.size, 1)
     per_image = bytes_of_sample(model, recipe, (data.channels, data.image_size, data.image_size))
-    room = USABLE * free_memory(world.device) / world.sharing() - COPIES * size_of(*model.parameters())
+    room = room_in(free_memory(world.device), world.sharing(), COPIES * size_of(*model.parameters()))
     fitting = pieces_that_fit(recipe, world.size, recipe.accumulate, per_image, room)
     pieces = world.broadcast_object(fitting or recipe.accumulate)
     say(

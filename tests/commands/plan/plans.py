@@ -9,20 +9,15 @@ from trainer import load_recipe
 from trainer.commands.plan import schedules, speed_probe
 from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
-from trainer.commands.plan.measured import Timings
+from trainer.commands.plan.speed_probe import Timings
 from trainer.data import Batch
 from trainer.models.balance import BlockCost
 from trainer.models.zoo import build
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 
-MODELS = {
-    "resnet18": 64,
-    "vit_tiny": 32,
-    "cnn": 32,
-    "mobilenet_v3_small": 64,
-    "densenet121": 64,
-}  # with an image's pixels
+# With an image's pixels.
+MODELS = {"resnet18": 64, "vit_tiny": 32, "cnn": 32, "mobilenet_v3_small": 64, "densenet121": 64}
 
 
 def recipe_of(*words):

@@ -2,27 +2,26 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT
+from tests.commands.plan.plans import fixed_speed, of_cnn
 from trainer import load_recipe, plan
 from trainer.__main__ import answer
 from trainer.commands.plan import summary
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.errors import RecipeError
+from trainer.processes import resources
 from trainer.recipe import MODES
 from trainer.recipe.recipe_files import split_words
 
 
 @pytest.mark.slow
 def test_a_plan_for_more_devices_than_there_are():
-    found = plan(
-        load_recipe("resnet50", "devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7]"), memory="24GiB"
-    )
+    cards = ",".join(f"cuda:{n}" for n in range(8))
+    found = plan(load_recipe("resnet50", f"devices=[{cards}]"), memory="24GiB")
     assert found["world_size"] == 8 and found["fits"] is True
     assert found["batch"]["per_shard"] == 32
     assert found["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
@@ -30,6 +29,50 @@ def test_a_plan_for_more_devices_than_there_are():
     assert compressed["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 2 * 25_557_032
     assert found["steps"]["per_epoch"] is None  # no folder
     assert found["memory_limit"]["bytes"] == 24 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "nproc", "devices"),
+    [
+        (["mode=ddp"], 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (["mode=split"], None, ["cuda:0", "cuda:1"]),
+        (["mode=pipeline", "pipeline.stages=3"], 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (["mode=single"], None, ["cuda:0"]),
+        (["mode=hogwild"], 2, ["cpu:0", "cpu:1"]),
+        (["mode=local_sgd", "devices=[cuda]"], 2, ["cuda:0#0", "cuda:0#1"]),
+    ],
+)
+def test_a_machine_with_one_gpu_plans_for_more(monkeypatch, words, nproc, devices):
+    monkeypatch.setattr(resources, "cuda_count", lambda: 1)
+    recipe = load_recipe(None, "data.name=synthetic", "batch_size=96", *words)
+    assert list(lay_out(recipe, nproc).devices) == devices
+
+
+KEYS = {
+    "": "recipe mode world_size devices model data batch steps memory_per_device memory_limit peak fits advice "
+    "pipeline communication disk prediction predicted_samples_per_sec commands needs_folder assumptions modes",
+    "model": "name parameters forward_flops_per_image precision",
+    "data": "name train_samples val_samples classes channels image_size source",
+    "batch": "global shards per_shard per_device accumulate per_pass microbatch",
+    "steps": "per_epoch epochs total",
+    "memory_limit": "bytes usable source",
+    "pipeline": "schedule microbatches rows cuts balanced_by stages bubble_ideal",
+    "communication": "all_reduce_bytes_per_device crossing_bytes every_steps epoch_bytes_per_device seconds",
+    "disk": "checkpoint weights folder",
+    "memory_per_device": "device parameters gradients optimizer ema buffers images activations peak",
+    "modes": "mode world_size devices peak activations fits traffic bubble error",
+    "prediction": "step_seconds compute_seconds communication_seconds optimizer_seconds other_seconds bubble "
+    "samples_per_sec",
+}
+
+
+def test_the_keys_are_an_interface(monkeypatch):
+    fixed_speed(monkeypatch)
+    found = plan(of_cnn("pipeline"), nproc=2, memory="24GiB", bandwidth="1GB/s", measured="here", every=True)
+    for part, keys in KEYS.items():
+        rows = found[part] if part else found
+        assert all([*row] == keys.split() for row in (rows if isinstance(rows, list) else [rows])), part
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_a_recipe_is_given_as_to_train():
@@ -40,11 +83,9 @@ def test_a_recipe_is_given_as_to_train():
 @pytest.mark.parametrize(
     ("recipe", "options", "says"),
     [
-        (5, {}, "a recipe is a name, a YAML file or a dictionary, not int"),
         (None, {}, r"plan\(\) needs a recipe, as in plan\('digits'\)"),
         ("digits", {"memory": [24]}, "memory= is a number, or text as in '24GiB', not list"),
         ("digits", {"measured": 5}, "measured=here"),
-        ("digits", {"plugin": Path("mine")}, "plugin= is a module's name"),
     ],
 )
 def test_what_a_program_may_not_give(recipe, options, says):
@@ -52,11 +93,10 @@ def test_what_a_program_may_not_give(recipe, options, says):
         plan(recipe, **options)
 
 
-def test_steps_and_rates():
+def test_steps():
     found = plan(load_recipe("cifar10"), nproc=2)
     assert found["data"]["train_samples"] == 50_000
-    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240, "patience": None}
-    assert found["learning_rate"]["first"] == pytest.approx(0.001)
+    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240}
     assert plan(load_recipe("mnist_local_sgd"), nproc=4)["data"]["train_samples"] == 60_000
     assert plan(load_recipe("digits"), nproc=2)["data"]["train_samples"] == 1437
 
@@ -82,29 +122,17 @@ def test_every_mode_has_a_line():
     ("words", "code", "text"),
     [
         (["memory=24"], 2, "write memory=24GiB"),
-        (["memory=much"], 2, "write memory=24GiB"),
         (["memory=0GiB"], 2, "above 0"),
-        (["bandwidth=fast"], 2, "write bandwidth=10GB/s"),
         (["bandwidth=10GB"], 2, "write bandwidth=10GB/s"),
-        (["measured=nowhere"], 2, "measured=here"),
         (["nproc=0"], 2, "nproc=0 must be a whole number"),
-        (["nproc=2", "nproc=3"], 2, "given twice"),
-        (["memory="], 2, "memory= is empty"),
-        (["optimizer.lr=-1"], 2, "optimizer.lr"),
-        (["epoch=3"], 2, "did you mean epochs?"),
         (["mode=local_sgd", "nproc=7"], 2, "batch_size=96 does not divide"),
-        (["mode=dp", "nproc=8"], 2, "mode=dp runs in 1 process"),
-        (["mode=pipeline", "nproc=2", "pipeline.microbatches=7"], 2, "pipeline.microbatches=7"),
         (["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"], 2, "not a usable cut"),
         (["mode=pipeline", "nproc=64"], 2, "usable cuts"),
-        (["mode=dp", "sync_bn=true"], 2, "sync_bn=true is not for mode=dp"),
-        (["model.name=resnet51"], 2, "did you mean model.name=resnet"),
         (["model.num_classes=3"], 2, "the data has 10 classes"),
         (["model.name=resnet18"], 2, "set data.channels=3"),
         (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
         (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
         (["model.init_from=nowhere"], 4, "nowhere"),
-        (["--jsonn"], 2, "jsonn is not a key"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, code, text, capsys):
@@ -121,15 +149,6 @@ def test_data_that_is_nowhere(capsys):
         == 0
     )
     assert "/not/here" in capsys.readouterr().out
-
-
-def test_what_is_wrong_is_said_before_torch_is_imported():
-    script = "import sys\nfrom trainer.__main__ import answer\nanswer(['plan', 'recipe=digits', 'memory=24'])\n"
-    script += "assert 'torch' not in sys.modules\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), cwd=PROJECT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.commands.prove.proofs import DEVICES
-from trainer.commands.prove import find_devices
+from trainer.commands.prove import cards, find_devices
 from trainer.commands.prove.check_runner import CheckRunner, Devices
-from trainer.commands.trials.engine import TrialFailed
-from trainer.errors import PeerError
+from trainer.devices.cards import Cards
+from trainer.errors import RecipeError, SetupError
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
 SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
@@ -25,44 +25,26 @@ def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
     assert one.train("x", [*SHORT, "seed=1"])["steps"] == 2, "of other words another run"
 
 
-def test_a_run_that_fails_tells_its_own_line(tmp_path):
-    with pytest.raises(TrialFailed, match="recipe=digits"):
-        CheckRunner(tmp_path, DEVICES).train("x", ["recipe=digts"])
-
-
-def test_a_measuring_process_that_fails_tells_why(tmp_path):
-    with pytest.raises(PeerError, match="nonsense"):
-        CheckRunner(tmp_path, DEVICES).measure("nonsense")
-
-
 def test_words_of_devices():
     assert DEVICES.in_ranks(2) == ["devices=[cpu]", "nproc=2", f"threads={DEVICES.threads}"]
     cards = Devices(("cuda:1", "cuda:3"), "cuda", ("A", "A"))
     assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"] and cards.first() == ["devices=[cuda:1]"]
-    assert cards.in_one_process(2) == ["devices=[cuda:1,cuda:3]"]
-    assert Devices(("cuda:0",), "cuda", ("A",)).in_one_process(2) == ["devices=[cuda:0,cuda:0]"]
+    assert cards.in_one_process(3) == ["devices=[cuda:1,cuda:3,cuda:1]"], "a device may stand for several"
     assert (DEVICES.called(1), DEVICES.called(2), cards.called(2)) == ("1 CPU process", "2 CPU processes", "2 GPUs")
 
 
 def test_devices_that_are_named(monkeypatch):
-    from trainer.commands.prove import cards
-    from trainer.devices.cards import Cards
-    from trainer.errors import RecipeError, SetupError
-
-    monkeypatch.setattr(cards, "detect", lambda: Cards())
-    assert find_devices(None).names == ("cpu", "cpu") and find_devices("[cpu]").names == ("cpu",)
-    for text, says in (
-        ("[cuda:0]", "is not here"),
-        ("[]", "must be GPUs or CPU processes"),
-        ("tpu", "is not a device"),
-    ):
-        with pytest.raises(RecipeError, match=says):
-            find_devices(text)
     monkeypatch.setattr(cards, "detect", lambda: Cards(0, SetupError("the driver is too old")))
     with pytest.raises(SetupError, match="too old"):
         find_devices(None)
     assert find_devices("[cpu,cpu]").count == 2, "what is named is not kept from working by a card that does not"
     monkeypatch.setattr(cards, "detect", lambda: Cards(2))
-    for text, says in (("[cuda:0,cuda:0]", "names a card twice"), ("[cuda:0,cpu]", "must be GPUs or CPU processes")):
+    for text, says in {
+        "[cuda:0,cuda:0]": "names a card twice",
+        "[cuda:0,cpu]": "must be GPUs or CPU processes",
+        "[]": "must be GPUs or CPU processes",
+        "[cuda:5]": "is not here",
+        "tpu": "is not a device",
+    }.items():
         with pytest.raises(RecipeError, match=says):
             find_devices(text)

@@ -37,7 +37,7 @@ MEASURING = frozenset(
         "models.balance._clock",
         "telemetry.clocks.Ledger.span",
         "commands.plan.speed_probe._whole.<locals>.timed",
-        "commands.prove.bare_loop.speeds",
+        "commands.prove.prove_probe.bare",
         "commands.prove.prove_probe.Measurer.seconds",
         "commands.prove.prove_probe.links",
         "commands.plan.speed_probe._exchange",

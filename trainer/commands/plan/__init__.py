@@ -7,14 +7,12 @@ The model is built of shapes alone, so a plan for eight GPUs takes seconds on a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from trainer import recipe as recipes
 from trainer.commands.plan.planned_layout import lay_out
-from trainer.commands.plan.run_plan import RunPlan
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.terminal import say
@@ -25,7 +23,6 @@ from trainer.telemetry import readable
 
 OWN = ("nproc", "memory", "measured", "bandwidth")
 JSON = "--json"
-Arguments = ParamSpec("Arguments")
 
 
 def command(words: Sequence[str]) -> int:
@@ -37,18 +34,17 @@ def command(words: Sequence[str]) -> int:
         check_names(chosen)
     options = {key: given.get(key) for key in ("plugin", *OWN)}
     again = [word for word in typed if word.partition("=")[0] not in OWN]
-    every = not any(word.startswith("mode=") for word in rest)
-    run_plan = planned(chosen, **options, every=every, words=again)
+    found = plan(chosen, **options, every=not any(word.startswith("mode=") for word in rest), words=again)
     if JSON in words:
-        print(json.dumps(run_plan.to_dict(), indent=2))
+        print(json.dumps(found, indent=2))
     else:
         from trainer.commands.plan.plan_page import page_of
 
-        say(page_of(run_plan))
+        say(page_of(found))
     return 0
 
 
-def planned(
+def plan(
     recipe: Recipe | str | Path | Mapping[str, Any],
     nproc: int | str | None = None,
     memory: int | str | None = None,
@@ -57,7 +53,7 @@ def planned(
     plugin: str | None = None,
     every: bool = False,
     words: Sequence[str] = (),
-) -> RunPlan:
+) -> dict[str, Any]:
     """What training the recipe would take.
 
     Args:
@@ -73,7 +69,6 @@ def planned(
 
     Returns:
         What `python -m trainer plan --json` prints: sizes in bytes, times in seconds, None for what is not known.
-        `plan` returns it as a dictionary.
 
     Raises:
         RecipeError: training would refuse it on a machine that has all the devices; or an amount makes no sense.
@@ -94,14 +89,3 @@ def planned(
     from trainer.commands.plan.summary import summarise
 
     return summarise(layout, nproc, room, measured, speed, plugin, every, words)
-
-
-def _as_dictionary(make: Callable[Arguments, RunPlan]) -> Callable[Arguments, dict[str, Any]]:
-    @wraps(make, assigned=("__module__", "__doc__"))
-    def plan(*args: Arguments.args, **kwargs: Arguments.kwargs) -> dict[str, Any]:
-        return make(*args, **kwargs).to_dict()
-
-    return plan
-
-
-plan = _as_dictionary(planned)

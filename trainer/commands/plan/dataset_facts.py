@@ -10,8 +10,6 @@ from torch import nn
 
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
-from trainer.data.encoded import EncodedPhotos
-from trainer.data.photos.photo_reader import TINY
 from trainer.data.sets import CLASS
 from trainer.data.shards.opening import exist
 from trainer.errors import RecipeError
@@ -43,8 +41,6 @@ class DatasetFacts:
     note: str  # how it is known
     targets: TensorSpec = CLASS  # of a sample
     plain: TensorSpec | None = None  # of a sample's inputs where they are no images
-    # to train on, where they are files of this machine that are read as they are needed
-    photos: EncodedPhotos | None = None
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
@@ -100,19 +96,9 @@ def _facts(recipe: Recipe) -> DatasetFacts:
             classes = 1
         shape = (data.channels or channels, data.image_size or size)
         return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
-    cropped = recipe.augment.crop == "resized"
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")
-    data_set = open_datasets(recipe)
-    decoded_once = data_set.image_size <= TINY and not cropped  # as training does with small ones
-    return DatasetFacts(
-        len(data_set.train),
-        len(data_set.val),
-        len(data_set.classes),
-        data_set.channels,
-        data_set.image_size,
-        "counted here",
-        data_set.targets,
-        data_set.plain,
-        data_set.train if isinstance(data_set.train, EncodedPhotos) and not decoded_once else None,
-    )
+    found = open_datasets(recipe)
+    shape = (found.channels, found.image_size)
+    counts = (len(found.train), len(found.val), len(found.classes))
+    return DatasetFacts(*counts, *shape, "counted here", found.targets, found.plain)

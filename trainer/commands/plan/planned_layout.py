@@ -87,7 +87,11 @@ def _pretended(recipe: Recipe, processes: int, gpus: bool) -> int:
 
 def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> dict[str, Layout | RecipeError]:
     """Each mode on the same number of devices, or why it cannot run like that."""
-    count = _devices_wanted(recipe, nproc)
+    count = max(2, recipe.pipeline.stages or 0, resources.cuda_count())  # one says nothing of most modes
+    if recipe.devices != "auto":
+        count = max(2, len(recipe.devices))
+    if nproc is not None and str(nproc).isdigit():
+        count = max(2, int(nproc))
     kind = "cpu" if recipe.devices == "auto" and not (gpus or resources.cuda_count()) else "cuda"
     if recipe.devices != "auto":
         kind = recipe.devices[0].partition(":")[0]
@@ -103,12 +107,3 @@ def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = Fals
         except RecipeError as error:
             layouts[mode] = error
     return layouts
-
-
-def _devices_wanted(recipe: Recipe, nproc: str | int | None) -> int:
-    """As many as given, listed, or here; two at least, for one says nothing of most modes."""
-    if nproc is not None and str(nproc).isdigit():
-        return max(2, int(nproc))
-    if recipe.devices != "auto":
-        return max(2, len(recipe.devices))
-    return max(2, recipe.pipeline.stages or 0, resources.cuda_count())

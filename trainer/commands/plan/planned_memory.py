@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,25 +12,45 @@ import torch
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout, lay_out
-from trainer.commands.plan.run_plan import Advice, Device, DiskFigures, GraphFigures, LimitFigures
 from trainer.commands.plan.schedules import Cut
 from trainer.devices import cards
-from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
-from trainer.models.memory import USABLE, Resident, held, saved_buffers
+from trainer.models.memory import Resident, held, room_in, saved_buffers
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
-from trainer.recipe.checks import launched_because, weight_shards
+from trainer.recipe.checks import weight_shards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
-from trainer.training.step_graphs import COPIES
 
 # Of a GPU, whatever its size: a process's CUDA context with torch's and cuDNN's kernels; a communicator of NCCL.
 CONTEXT, BUFFERS = 600 * 2**20, 400 * 2**20
-STAGES_TRIED = (2, 4, 8)
 AVERAGING = 20  # bytes for each element that local SGD averages: itself, as float64, and its share
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes on one device."""
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+    images: int
+    activations: int  # most at once in a step beyond weights, gradients and images
+    peak: int  # most at once in all. Less than the sum where gradients take the place of activations
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a device has, how much of it can be used, and how that is known."""
+
+    bytes: int
+    usable: float
+    source: str
 
 
 def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[Device]:
@@ -142,15 +161,6 @@ def _with_peak(device: Device) -> Device:
     return replace(device, peak=sum(size for part, size in asdict(device).items() if part not in ("device", "peak")))
 
 
-def graphs(layout: Layout, devices: Sequence[Device]) -> GraphFigures | None:
-    """Of the device with the most; None where no step is recorded. The recorded steps' own memory takes the place of
-    what a launched step would allocate."""
-    if layout.kind != "cuda" or launched_because(layout.recipe, layout.processes) is not None:
-        return None
-    state = max(device.parameters + device.optimizer + device.buffers + device.gradients for device in devices)
-    return GraphFigures(stays=max(device.images for device in devices), moment=COPIES * state)
-
-
 def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     """What this machine has for each of `count` devices, and how that is known; None where there is no such device.
 
@@ -169,12 +179,6 @@ def own_memory(layout: Layout, count: int) -> tuple[int, str] | None:
     return free_memory(torch.device("cpu")) // count, text
 
 
-def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> LimitFigures | None:
-    """What each device has, `room` where that was stated; None where that is not known."""
-    memory = (room, "as stated") if room is not None else own_memory(layout, len(devices))
-    return None if memory is None else LimitFigures(memory[0], usable(devices, memory[0], layout), memory[1])
-
-
 def fullest(devices: Sequence[Device]) -> int:
     """Peak bytes of the fullest card; what several ranks or stages on one card hold adds up."""
     peaks: dict[str, int] = {}
@@ -184,88 +188,57 @@ def fullest(devices: Sequence[Device]) -> int:
     return max(peaks.values())
 
 
-def communicators(layout: Layout) -> int:
-    """Groups of NCCL that a rank is in: a pipeline has more than that of all ranks."""
-    if layout.processes == 1:
-        return 1  # copies between a process's own cards, which torch does by NCCL too
-    pipes = 1 + torch_has("gradients through a group of their own")
-    return 1 + (pipes + (layout.shards > 1)) * layout.staged
-
-
-def usable(devices: Sequence[Device], memory: int, layout: Layout) -> float:
-    """Bytes of a device's memory that a run can use: a tenth is spared, and on GPUs what CUDA and NCCL take."""
-    used = Counter(device.device.partition("#")[0] for device in devices)
-    if not any(name.startswith("cuda") for name in used):
-        return USABLE * memory
-    buffers = BUFFERS * communicators(layout) * (len(used) > 1)
-    return max(0.0, min(USABLE * memory, memory - CONTEXT * max(used.values()) - buffers))
-
-
-def fits(devices: Sequence[Device], memory: int, layout: Layout) -> bool:
-    """Whether every device has room."""
-    return fullest(devices) <= usable(devices, memory, layout)
-
-
-def advice(fake: FakeModel, layout: Layout, memory: int) -> list[Advice]:
-    """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
-    recipe, tried = layout.recipe, []
-    pieces = _accumulation(fake, layout, memory)
-    if pieces is not None:
-        tried.append(_tried(fake, layout, memory, "the same maths in smaller pieces", accumulate=pieces))
-    if layout.staged and not recipe.pipeline.recompute:
-        note = "the same maths, activations computed twice"
-        tried.append(_tried(fake, layout, memory, note, pipeline__recompute=True))
-    if not layout.staged and recipe.devices in ("auto", ["cpu"]):
-        note = "the model in stages"
-        wider = (_tried(fake, layout, memory, note, processes=n, mode="pipeline") for n in STAGES_TRIED)
-        tried.append(next(filter(None, wider), None))
-    if recipe.traits.exchanges == "shards" and layout.kind == "cuda" and not recipe.fsdp.offload:
-        note = "the same maths, shards and optimizer on the host: slower"
-        tried.append(_tried(fake, layout, memory, note, fsdp__offload=True))
-    if recipe.precision not in AUTOCAST:
-        tried.append(_tried(fake, layout, memory, "16-bit activations", precision="bf16"))
-    if pieces is not None:
-        smaller = recipe.batch_size * recipe.accumulate // pieces
-        rate = "scale optimizer.lr with it" if recipe.optimizer.lr_per is None else "lr is scaled with it"
-        tried.append(_tried(fake, layout, memory, f"other maths: {rate}", batch_size=smaller))
-    return [advice for advice in tried if advice is not None]
-
-
-def _tried(
-    fake: FakeModel, layout: Layout, memory: int, note: str, processes: int | None = None, **changes: Any
-) -> Advice | None:
-    """The words for `changes` and what they lead to, where that fits."""
-    try:
-        changed = lay_out(layout.recipe.replace(**changes), processes or layout.processes, layout.kind == "cuda")
-        devices = footprint(FakeModel(changed.recipe, fake.images, layout.kind), changed)
-    except RecipeError:
+def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> Limit | None:
+    """What each device has, `room` where that was stated, and how much of it a run can use; None where that is not
+    known: a tenth is spared, and on GPUs what CUDA and NCCL take."""
+    memory = (room, "as stated") if room is not None else own_memory(layout, len(devices))
+    if memory is None:
         return None
-    words = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in changes.items()]
-    words += [f"nproc={processes}"] if processes else []
-    return Advice(" ".join(words), fullest(devices), note) if fits(devices, memory, changed) else None
+    used = Counter(device.device.partition("#")[0] for device in devices)
+    usable = room_in(memory[0])
+    if layout.kind == "cuda":
+        # Groups of NCCL: one of all ranks (and of the cards of one process, for copies), and those of a pipeline.
+        pipes = 1 + torch_has("gradients through a group of their own") + (layout.shards > 1)
+        groups = 1 + pipes * (layout.staged and layout.processes > 1)
+        taken = CONTEXT * max(used.values()) + BUFFERS * groups * (len(used) > 1)
+        usable = max(0.0, min(usable, memory[0] - taken))
+    return Limit(memory[0], usable, memory[1])
 
 
-def _accumulation(fake: FakeModel, layout: Layout, memory: int) -> int | None:
-    """The fewest pieces of a batch, more than the recipe's, of which one fits at a time."""
-    recipe = layout.recipe
-    rows = recipe.batch_size // layout.shards
-    possible: list[Layout] = []
-    for pieces in range(recipe.accumulate + 1, rows + 1):
-        try:
-            possible.append(lay_out(recipe.replace(accumulate=pieces), layout.processes, layout.kind == "cuda"))
-        except RecipeError:  # no equal pieces, or none that divide into the micro-batches or pairs that are wanted
-            continue
-    first = bisect_left(possible, True, key=lambda tried: fits(footprint(fake, tried), memory, tried))
-    return possible[first].recipe.accumulate if first < len(possible) else None
+def fits(devices: Sequence[Device], limit: Limit | None) -> bool | None:
+    """Whether every device has room; None where its memory is not known."""
+    return None if limit is None else fullest(devices) <= limit.usable
 
 
-def disk(fake: FakeModel, layout: Layout) -> DiskFigures:
+def advice(fake: FakeModel, layout: Layout, room: int) -> list[dict[str, Any]]:
+    """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
+    recipe, found = layout.recipe, []
+    ways: list[list[dict[str, Any]]] = [[{"accumulate": recipe.accumulate * 2**n} for n in range(1, 10)]]
+    if layout.staged:
+        ways.append([{"pipeline__recompute": True}])
+    if recipe.traits.exchanges == "shards" and layout.kind == "cuda":
+        ways.append([{"fsdp__offload": True}])
+    for way in [*ways, [{"precision": "bf16"}]]:
+        for changes in way:
+            try:
+                changed = lay_out(recipe.replace(**changes), layout.processes, layout.kind == "cuda")
+                devices = footprint(FakeModel(changed.recipe, fake.images, layout.kind), changed)
+            except RecipeError:
+                continue
+            if fits(devices, limit(devices, changed, room)):
+                [(key, value)] = changes.items()
+                found.append({"words": f"{key.replace('__', '.')}={value}".lower(), "peak": fullest(devices)})
+                break
+    return found
+
+
+def disk(fake: FakeModel, layout: Layout) -> dict[str, int]:
     """Bytes of a checkpoint, of a weights file, and of a run folder when it is fullest."""
     resident = fake.resident(fake.model)
     weights = resident.parameters + saved_buffers(fake.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
     private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
     checkpoint = sum(state.values()) + layout.processes * private + _outer(resident, layout)
-    files = 2 * weights  # last and best
-    folder = (layout.recipe.save.keep + 1) * checkpoint + files  # a new one is whole before an old one goes
-    return DiskFigures(checkpoint, weights, folder)
+    # A new checkpoint is whole before an old one goes; last and best weights are beside them.
+    folder = (layout.recipe.save.keep + 1) * checkpoint + 2 * weights
+    return {"checkpoint": checkpoint, "weights": weights, "folder": folder}

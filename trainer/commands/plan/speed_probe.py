@@ -5,12 +5,12 @@ Processes that compute alone would be too fast: ranks of one machine share its m
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from trainer import modes
 from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import DatasetFacts
-from trainer.commands.plan.measured import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
+from trainer.commands.plan.traffic import ring
 from trainer.commands.trials.measuring import answers
 from trainer.errors import SetupError
 from trainer.launch import launching
@@ -39,6 +39,21 @@ LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Speeds of one device."""
+
+    image: float  # seconds of an image's forward and backward pass
+    rows: int  # images of a pass in which that was measured
+    optimizer: float = 0.0  # seconds of the optimizer's part of a step, of the whole model
+    other: float = 0.0  # seconds of a step that are neither: waiting for images, logging
+    # seconds of each block between neighbouring cuts, by the images of a micro-batch
+    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
+    bandwidth: float | None = None  # bytes a second between two devices; None where it was not measured
+    latency: float = 0.0  # seconds before the first byte
+    assumptions: tuple[str, ...] = ()  # for people
+
+
+@dataclass(frozen=True)
 class _Task:
     """What the measuring processes read; `microbatches` are the images of each, none without stages."""
 
@@ -51,35 +66,19 @@ class _Task:
     count: int  # of processes
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Seconds of a pass of `rows` images, and of the optimizer's part; how many images take about PASS seconds."""
-
-    seconds: float
-    rows: int
-    optimizer: float
-    affordable: int
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a measuring process writes: each block's cost by a micro-batch's images; what `_exchange` tells."""
-
-    whole: _Passes
-    blocks: dict[int, list[BlockCost]]
-    bandwidth: float | None
-    latency: float
-
-
 def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
     """Measure the layout's computing on this machine, in a few seconds. Raises SetupError, PeerError."""
-    count, threads = _at_once(layout)
+    most = max(1, resources.cores() // (layout.recipe.threads or 1))
+    most = resources.cuda_count() if layout.kind == "cuda" else most
+    if not most:
+        raise SetupError("measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]")
+    count = min(layout.processes, most)
+    threads = resources.threads_per_process(layout.recipe, count)
     rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
     chosen = layout.recipe.replace(threads=threads, accumulate=1)
-    task = _Task(chosen, layout.kind, replace(images, photos=None), layout.rows, rows, plugin, count)
+    task = _Task(chosen, layout.kind, images, layout.rows, rows, plugin, count)
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        found: list[_Answer] = answers(measure, task, count, Path(folder) / "measured")
-    blocks = {size: _mean([answer.blocks[size] for answer in found]) for size in rows}
+        found: list[Timings] = answers(measure, task, count, Path(folder) / "measured")
     first = found[0]
     beside = f"{count} processes of {threads} thread{'s' * (threads > 1)} at once" if count > 1 else "one process"
     name = torch.cuda.get_device_name(0) if layout.kind == "cuda" else "this CPU"
@@ -88,13 +87,11 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
         notes.append(f"{layout.processes} devices like it, each with its own cores and memory")
     if first.bandwidth:
         notes.append(f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s")
-    return Timings(
-        statistics.mean(answer.whole.seconds for answer in found) / first.whole.rows,
-        first.whole.rows,
-        statistics.mean(answer.whole.optimizer for answer in found),
-        blocks=blocks,
-        bandwidth=first.bandwidth,
-        latency=first.latency,
+    return replace(
+        first,
+        image=mean(answer.image * answer.rows for answer in found) / first.rows,
+        optimizer=mean(answer.optimizer for answer in found),
+        blocks={size: _mean([answer.blocks[size] for answer in found]) for size in rows},
         assumptions=tuple(notes),
     )
 
@@ -102,25 +99,15 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
 def _mean(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
     """Each block's cost over the ranks that measured it."""
     return [
-        BlockCost(statistics.mean(c.forward for c in same), statistics.mean(c.backward for c in same), same[0].bytes)
+        BlockCost(mean(c.forward for c in same), mean(c.backward for c in same), same[0].bytes)
         for same in zip(*ranks, strict=True)
     ]
-
-
-def _at_once(layout: Layout) -> tuple[int, int]:
-    """How many of the planned processes this machine can run as they would run, and the threads of each."""
-    most = max(1, resources.cores() // (layout.recipe.threads or 1))
-    most = resources.cuda_count() if layout.kind == "cuda" else most
-    if not most:
-        raise SetupError("measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]")
-    count = min(layout.processes, most)
-    return count, resources.threads_per_process(layout.recipe, count)
 
 
 # --- in a measuring process -------------------------------------------------------------------------------------------
 
 
-def measure(task: _Task, folder: Path, rank: int) -> _Answer:
+def measure(task: _Task, folder: Path, rank: int) -> Timings:
     """What one of the processes measures."""
     launching.load_plugin(task.plugin)
     chosen = task.recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0)
@@ -138,20 +125,22 @@ def measure(task: _Task, folder: Path, rank: int) -> _Answer:
     model = task.images.model(chosen, starting=False)
     example = task.images.example(min(task.rows, 4))
     context = Context(chosen, peers, task.images.task(chosen), example)
-    whole = _whole(context, model, task.rows)
+    seconds, images, update, affordable = _whole(context, model, task.rows)
     blocks: dict[int, list[BlockCost]] = {}
     for rows in task.microbatches:
-        few = min(rows, whole.affordable)
+        few = min(rows, affordable)
         peers.barrier()
         inputs = example.random(device, few, chosen.channels_last)
         costs = block_costs(trace(model, chosen.model.name), inputs, modes.create(context).in_precision, 3)
         scale = rows / few
         blocks[rows] = [BlockCost(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
-    return _Answer(whole, blocks, *_exchange(peers, device, reduce=not task.microbatches))
+    bandwidth, latency = _exchange(peers, device, reduce=not task.microbatches)
+    return Timings(seconds / images, images, update, 0.0, blocks, bandwidth, latency)
 
 
-def _whole(context: Context, model: torch.nn.Module, rows: int) -> _Passes:
-    """Seconds of the whole model's pass, of as many images as take about PASS seconds, and of the optimizer's part."""
+def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, int, float, int]:
+    """Seconds of the whole model's pass, its images, as many as take about PASS seconds, seconds of the optimizer's
+    part, and how many images would take PASS seconds."""
     peers, example = context.world, context.example
     device, pilot = peers.device, example.rows
     strategy, optimizer, updater = wire(context, model)
@@ -177,14 +166,14 @@ def _whole(context: Context, model: torch.nn.Module, rows: int) -> _Passes:
             optimizer.zero_grad()
             times.append((compute, update))
             spent += peers.max_(torch.tensor(compute + update)).item()  # all ranks stop together
-        return statistics.median(t for t, _ in times[1:]), statistics.median(t for _, t in times[1:])
+        return median(t for t, _ in times[1:]), median(t for _, t in times[1:])
 
     alone, _ = passes(pilot, 1, 0.0)
     slowest = peers.max_(torch.tensor(alone)).item()
     affordable = max(1, int(PASS * pilot / slowest))
     images = min(rows, affordable)
     seconds, update = passes(images, 2, 1.0)
-    return _Passes(seconds, images, update, affordable)
+    return seconds, images, update, affordable
 
 
 def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float | None, float]:
@@ -206,7 +195,7 @@ def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float |
                     (dist.send if peers.rank == turn else dist.recv)(sent, 1 - peers.rank)
             synchronise([device])
             rounds.append(time.perf_counter() - begun)
-        times[size] = statistics.median(rounds[2:])
+        times[size] = median(rounds[2:])
     latency, seconds = times[LATENCY_BYTES], times[BANDWIDTH_BYTES] - times[LATENCY_BYTES]
     sends, times_sent = (2 * (peers.size - 1), ring(peers.size)) if reduce else (2, 2.0)
     return times_sent * BANDWIDTH_BYTES / max(1e-9, seconds), latency / sends

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.commands.trials.engine import AGAIN, TrialEngine, TrialRun, drop_weights
+from trainer.commands.trials.engine import TrialEngine, TrialRun, drop_weights
 from trainer.commands.trials.measuring import answers
-from trainer.processes import family
-from trainer.saving.files import writing
 
 TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
 GRACE = 60.0  # seconds before that at which a run stops by itself, to say why
@@ -106,13 +101,18 @@ class CheckRunner:
         return self.outcomes[name].figures if name in self.outcomes else {}
 
     def train(
-        self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timed: bool = False
+        self,
+        name: str,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        timed: bool = False,
+        resumes: bool = False,
     ) -> dict[str, Any]:
         """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
         is measured in turn with something else is measured anew. Its weights are not kept. Raises TrialFailed.
         """
         variables = {"NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
-        trial = TrialRun(f"runs/{name}", [*QUIET, *words], variables)
+        trial = TrialRun(f"runs/{name}", [*QUIET, *words], environment=variables, resumes=resumes)
         engine = TrialEngine(self.folder, timeout=TIMEOUT)
         if timed:
             shutil.rmtree(engine.path(trial), ignore_errors=True)
@@ -120,18 +120,6 @@ class CheckRunner:
         if timed:
             drop_weights(engine.path(trial))
         return result
-
-    def trainer(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-        """The exit code of `python -m trainer words...`, whose output goes into the log of `name`."""
-        command = [sys.executable, "-m", "trainer", *words]
-        with writing(self.folder, AGAIN):
-            self.log(name).parent.mkdir(parents=True, exist_ok=True)
-            log = self.log(name).open("w", encoding="utf-8")
-            print(shlex.join(command), file=log, flush=True)
-        with log:
-            variables = {**os.environ, "NNODES": "1", **(environment or {})}
-            code = family.at_once([command], variables, log, TIMEOUT)[0]
-        return code if code >= 0 else 128 - code
 
     def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
         """What `count` processes answer that run a function of `prove_probe` at once. Raises PeerError."""
@@ -143,6 +131,3 @@ class CheckRunner:
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name
-
-    def log(self, name: str) -> Path:
-        return self.folder / "runs" / f"{name}.log"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +10,8 @@ from statistics import median
 from typing import Any
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, measured, wrong
-from trainer.commands.prove.right import pipeline
-from trainer.commands.trials.engine import TrialFailed, failure_line, speed, steps_of
-from trainer.commands.trials.measuring import in_turn, seconds
-from trainer.telemetry.flops import PEAK_BANDWIDTH, published
+from trainer.commands.trials.engine import speed, steps_of
+from trainer.telemetry.flops import PEAK_BANDWIDTH
 from trainer.telemetry.readable import number
 
 # A device or a link is slow below this share of the best of its kind, throttled below this share of its own best. On
@@ -27,7 +22,6 @@ SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 WARM, SECONDS = 5, 2.5  # steps before a run of ours is timed; how long, about
 ROUNDS = {"cuda": 2, "cpu": 3}  # pairs of a bare run and one of ours, in turn
 PAIR = {"cuda": 55.0, "cpu": 20.0}  # seconds, about, of such a pair
-SETTINGS = ("batch", "precision", "compile")
 
 
 @dataclass(frozen=True)
@@ -38,9 +32,6 @@ class Network:
     title: str
     size: int
     classes: int
-
-    def task(self) -> dict[str, Any]:
-        return {"model": self.name, "size": self.size, "classes": self.classes}
 
 
 NETWORKS = {
@@ -54,24 +45,26 @@ def counts(devices: Devices) -> list[int]:
     return sorted({2**n for n in range(10) if 2**n < devices.count} | {devices.count})
 
 
+def settings(devices: Devices) -> dict[str, Any]:
+    """What both loops train with: images of each device, of a card as many as its memory holds, and the precision."""
+    if devices.kind == "cpu":
+        return {"batch": 64, "precision": "fp32", "compile": False}
+    import torch
+
+    gibs = min(torch.cuda.get_device_properties(name).total_memory for name in devices.names) / 2**30
+    batch = min(256, 2 ** int(math.log2(4 * gibs)))  # four for each GiB: a ViT-B/16 takes less
+    return {"batch": batch, "precision": "bf16" if torch.cuda.is_bf16_supported(False) else "fp16", "compile": False}
+
+
 def checks(devices: Devices) -> Iterator[Check]:
-    count, slow = devices.count, devices.kind == "cuda"
-    yield Check("rates", "fast", "matrix products and memory of each device", 8 + 4 * count, rates, 1)
-    if count > 1:
+    yield Check("rates", "fast", "matrix products and memory of each device", 8 + 4 * devices.count, rates, 1)
+    if devices.count > 1:
         yield Check("links", "fast", "bandwidth between pairs, and of all-reduce", 10, links, 1)
-    yield Check("start-up", "fast", "seconds until the first step", 32, start_up, 2)
-    yield Check("save", "fast", "seconds of a save", 12, save, 2)
     for priority, network in enumerate(NETWORKS[devices.kind], 1):
-        title, run = f"{network.title}: batch, precision, compilation", partial(_settings, network)
-        yield Check(f"settings {network.name}", "fast", title, 90 if slow else 15, run, priority)
         for several in counts(devices):
-            seconds = ROUNDS[devices.kind] * PAIR[devices.kind]
             title = f"{network.title} on {devices.called(several)}"
-            run = partial(_speed, network, several)
+            run, seconds = partial(_speed, network, several), ROUNDS[devices.kind] * PAIR[devices.kind]
             yield Check(f"speed {network.name} x{several}", "fast", title, seconds, run, priority)
-    yield Check("readers", "fast", "photos read a second", 18, readers, 2)
-    if count > 1:
-        yield Check("bubble", "fast", "the pipeline's bubble against plan's", 25 if slow else 18, bubble, 2)
 
 
 def rates(runner: CheckRunner) -> Outcome:
@@ -121,14 +114,15 @@ def links(runner: CheckRunner) -> Outcome:
     ways = dict(sorted((way, rates) for answer in answers for way, rates in answer["ways"].items()))
     best = max(max(rates) for rates in ways.values())
     slow = [way for way, rates in ways.items() if max(rates) < SLOW_LINK[devices.kind] * best]
-    all_reduce = middle(answers[0]["all_reduce"])
-    figures = {"ways": {way: middle(rates) for way, rates in ways.items()}, "all_reduce": all_reduce, "slow": slow}
+    figures = {
+        "ways": {way: middle(rates) for way, rates in ways.items()},
+        "all_reduce": middle(answers[0]["all_reduce"]),
+        "slow": slow,
+    }
     if not slow:
-        low, high = (pick(median(rates) for rates in ways.values()) for pick in (min, max))
-        wire = all_reduce["median"] / 1e9
-        return measured(
-            f"{low / 1e9:.3g} to {high / 1e9:.3g} GB/s a way, all-reduce {wire:.3g} GB/s on its wire", **figures
-        )
+        medians, wire = [median(rates) for rates in ways.values()], median(answers[0]["all_reduce"]) / 1e9
+        both = f"{min(medians) / 1e9:.3g} to {max(medians) / 1e9:.3g} GB/s a way"
+        return measured(f"{both}, all-reduce {wire:.3g} GB/s on its wire", **figures)
     shown, todo = slow, "see what else runs (top)"
     if devices.kind == "cuda":
         shown = [" to ".join(devices.names[int(end)] for end in way.split(" to ")) for way in slow]
@@ -139,93 +133,40 @@ def links(runner: CheckRunner) -> Outcome:
     return wrong(f"slow from {', '.join(shown)}: {part:.0%} of the fastest link", todo, **figures)
 
 
-def load_libraries() -> None:
-    """What Python takes for torch and torchvision alone."""
-    subprocess.run(
-        [sys.executable, "-c", "import torch, torchvision"], check=True, stdin=subprocess.DEVNULL, capture_output=True
-    )
-
-
-def start_up(runner: CheckRunner) -> Outcome:
-    """From the command to the first step, and what Python takes to load torch and torchvision alone."""
-    words = ["recipe=digits", "mode=single", *runner.devices.first(), "max_steps=1", "epochs=1"]
-    words += ["save.every_epochs=null"]
-
-    def ours_takes(turn: int) -> float:
-        begun = time.perf_counter()
-        spent = runner.train(f"start-up/{turn}", words, timed=True)["seconds_in"]
-        later = sum(spent.get(part, 0.0) for part in ("steps", "evaluation", "saving"))
-        return float(time.perf_counter() - begun - later)
-
-    bare, ours = in_turn(3, lambda turn: seconds(load_libraries), ours_takes)
-    return _beside("s", ours, bare, f"the libraries alone take {median(bare):.1f} s", "seconds")
-
-
-def save(runner: CheckRunner) -> Outcome:
-    answer = runner.measure("save", model="resnet50" if runner.devices.kind == "cuda" else "resnet18")[0]
-    what = f"{answer['bytes'] / 1e6:,.0f} MB, hashed and read back"
-    what += f"; torch.save and fsync take {median(answer['bare']):.2g} s"
-    return _beside("s", answer["ours"], answer["bare"], what, "seconds", bytes=answer["bytes"])
-
-
-def readers(runner: CheckRunner) -> Outcome:
-    network = NETWORKS[runner.devices.kind][0]
-    answer = runner.measure("readers", size=network.size)[0]
-    takes = runner.figures(f"speed {network.name} x{runner.devices.count}").get("images_per_sec", {}).get("median")
-    times = takes and median(answer["ours"]) / takes
-    what = f"at {network.size} px, {answer['processes']} processes"
-    what += f"; {times:.2g} times what {network.title} takes" if times else ""
-    return _beside(
-        "photos/s", answer["ours"], answer["bare"], what, "photos_per_sec", bare="torchvision's readers",
-        share_of_what_the_network_takes=times, processes=answer["processes"],
-    )  # fmt: skip
-
-
-def _beside(
-    unit: str, ours: Sequence[float], other: Sequence[float], what: str, key: str, bare: str = "", **figures: Any
-) -> Outcome:
-    """A figure of ours with its spread, and its ratio to a bare one that was measured in turn with it."""
-    ratio = [a / b for a, b in zip(ours, other, strict=True)]
-    against = f"; {spread(ratio)} times {bare}" if bare else ""
-    line = f"{number(median(ours))} {unit} ({number(min(ours))} to {number(max(ours))}){against}; {what}"
-    return measured(line, **{key: middle(ours), f"bare_{key}": middle(other)}, ratio=middle(ratio), **figures)
-
-
 def middle(values: Sequence[float]) -> dict[str, float]:
     """Median, least and most, as proof.json has them."""
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def _settings(network: Network, runner: CheckRunner) -> Outcome:
-    may = runner.devices.kind == "cuda" and runner.outcomes.get("compile", measured("")).status != "wrong"
-    best = runner.measure("settings", **network.task(), may_compile=may)[0]
-    line = f"{best['batch']} images per device in {best['precision']}" + ", compiled" * best["compile"]
-    return measured(f"{line} are best of {len(best['tried'])} that were tried", **best)
-
-
 def _speed(network: Network, count: int, runner: CheckRunner) -> Outcome:
-    """A bare loop and a run of ours in turn, on `count` devices, with the settings that were best on one."""
-    settings = runner.figures(f"settings {network.name}")
-    if not settings:
-        return Outcome("not here", "its settings are not known")
-    kept = {key: settings[key] for key in SETTINGS}
-    rate = next(row["images_per_sec"] for row in settings["tried"] if kept.items() <= row.items())
-    steps = max(10, min(400, round(SECONDS * rate / kept["batch"])))
+    """A bare loop and a run of ours in turn, on `count` devices: our images/s beside the loop's and one device's."""
+    kept, steps = settings(runner.devices), 0
     where = ["mode=ddp", *runner.devices.in_ranks(count)] if count > 1 else ["mode=single", *runner.devices.first()]
     bare, ours, exposed, result = [], [], list[float](), dict[str, Any]()
     for turn in range(ROUNDS[runner.devices.kind]):
-        answers = runner.measure("bare", count, **network.task(), **kept)
+        task = {"model": network.name, "size": network.size, "classes": network.classes, **kept}
+        answers = runner.measure("bare", count, **task)
         bare.append(count * min(median(answer["speeds"]) for answer in answers))
         if count > 1:
             exposed.append(1 - bare[-1] / (count * min(median(answer["alone"]) for answer in answers)))
+        steps = steps or max(10, min(400, round(SECONDS * bare[0] / count / kept["batch"])))
         name = f"speed/{network.name}-x{count}-{turn}"
         result = runner.train(name, words_of(where, network, count, kept, steps), timed=True)
         ours.append(speed(steps_of(runner.path(name)), result["throughput"]["samples_per_sec"]))
-    return speed_outcome(runner, network, count, kept, ours, bare, exposed, result)
+    single = runner.figures(f"speed {network.name} x1").get("images_per_sec", {}).get("median")
+    times = median(ours) / single if single and count > 1 else None
+    waits = max(0.0, median(exposed)) if exposed else None
+    ratio = middle([a / b for a, b in zip(ours, bare, strict=True)])
+    parts = [f"{number(median(ours))} images/s ({number(min(ours))} to {number(max(ours))})"]
+    parts += [f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) times a bare loop"]
+    if times:
+        waiting = f", {waits:.0%} of a bare step waits for communication" if waits else ""
+        parts.append(f"{times:.2f} times as fast as one{waiting}")
+    return measured(
+        "; ".join(parts), images_per_sec=middle(ours), bare_images_per_sec=middle(bare), ratio=ratio,
+        times_one=times, exposed_communication=waits, mfu=result["mfu"], devices=count,
+        **{**kept, "batch": kept["batch"] * count}, step=(result["verdict"] or {"step": {}})["step"],
+    )  # fmt: skip
 
 
 def words_of(where: Sequence[str], network: Network, count: int, kept: Mapping[str, Any], steps: int) -> list[str]:
@@ -238,48 +179,3 @@ def words_of(where: Sequence[str], network: Network, count: int, kept: Mapping[s
         "optimizer.lr=0.0001", f"max_steps={steps + WARM}", "epochs=1", f"logging.warmup_steps={WARM}",
         f"logging.every_steps={max(1, steps // 10)}", "logging.tensorboard=false", "save.every_epochs=null", *where,
     ]  # fmt: skip
-
-
-def speed_outcome(
-    runner: CheckRunner, network: Network, count: int, kept: Mapping[str, Any], ours: list[float], bare: list[float],
-    exposed: list[float], result: Mapping[str, Any],
-) -> Outcome:  # fmt: skip
-    """Images/s beside a bare loop, one device, and what others published."""
-    single = runner.figures(f"speed {network.name} x1").get("images_per_sec", {}).get("median")
-    times = median(ours) / single if single and count > 1 else None
-    waits = max(0.0, median(exposed)) if exposed else None
-    others = published(runner.devices.models[0], network.name, count)
-    others = [{**row, "share": median(ours) / row["images_per_sec"]} for row in others]
-    ratio = [a / b for a, b in zip(ours, bare, strict=True)]
-    parts = [f"{number(median(ours))} images/s ({number(min(ours))} to {number(max(ours))})"]
-    parts += [f"{spread(ratio)} times a bare loop"]
-    if times:
-        waiting = f", {waits:.0%} of a bare step waits for communication" if waits else ""
-        parts.append(f"{times:.2f} times as fast as one{waiting}")
-    parts += [f"{row['share']:.0%} of the {row['images_per_sec']:,} published" for row in others]
-    return measured(
-        "; ".join(parts), images_per_sec=middle(ours), bare_images_per_sec=middle(bare), ratio=middle(ratio),
-        times_one=times, exposed_communication=waits, mfu=result["mfu"], devices=count,
-        **{**kept, "batch": kept["batch"] * count}, step=(result["verdict"] or {"step": {}})["step"],
-        beside_others=others,
-    )  # fmt: skip
-
-
-def bubble(runner: CheckRunner) -> Outcome:
-    """What a pipeline measured of its own bubble, and what `plan` predicts from the speed of one device."""
-    network = NETWORKS[runner.devices.kind][0]
-    settings = runner.figures(f"settings {network.name}")
-    if not settings:
-        return Outcome("not here", "the network's settings are not known")
-    kept = {"batch": settings["batch"], "precision": settings["precision"], "compile": False}
-    where = [*pipeline(runner.devices), "pipeline.microbatches=4"]
-    words = words_of(where, network, runner.devices.count // 2 * 2, kept, 24)
-    result = runner.train("bubble/pipeline", words, timed=True)["pipeline"]
-    if runner.trainer("plan", ["plan", *words, "measured=here", "--json"]):
-        raise TrialFailed(f"plan: {failure_line(runner.log('plan'), 1)}", 1)
-    text = runner.log("plan").read_text()
-    planned = json.loads(text[text.index("{") :])["prediction"]["bubble"]
-    least, most, ideal = (result[f"bubble_{key}"] for key in ("measured", "at_most", "ideal"))
-    idles = f"{least:.1%}" + (f" to {most:.1%}" if most > least + 0.01 else "")
-    line = f"{idles} of a step idles; plan predicts {planned:.1%}, equal stages would have {ideal:.1%}"
-    return measured(line, bubble=least, bubble_at_most=most, planned=planned, ideal=ideal, schedule=result["schedule"])

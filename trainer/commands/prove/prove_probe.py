@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -13,15 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from trainer.devices.precision import set_precision
+from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.models.zoo import build
+from trainer.recipe.schema import ModelRecipe
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.flops import peak_flops
 
 SIZES = (1, 1023, 2**20 + 3)  # elements: one, an odd few, and more than a message's buffer
 ROUNDS = 4  # of which the first warms up
-RUNS, SETTLING = 5, 2  # in one program; the first allocate what is allocated once
+WARM, WINDOWS, SECONDS = 4, 5, 2.0  # steps of the bare loop before timing; timed parts, and what they take, about
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}  # up to which whole numbers are exact
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -54,15 +56,8 @@ class Measurer:
 
 def measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     """What the function `task["what"]` answers here."""
-    return _functions()[task["what"]](_here(task, folder, rank))
-
-
-def _functions() -> dict[str, Callable[[Measurer], dict[str, Any]]]:
-    from trainer.commands.prove import bare_loop, file_speed
-
-    here = {"doctor": doctor, "copies": copies, "sums": sums, "rates": rates, "links": links, "memory": memory}
-    here |= {"settings": bare_loop.settings, "bare": bare_loop.rate}
-    return here | {"save": file_speed.save, "readers": file_speed.readers}
+    functions = {"copies": copies, "sums": sums, "rates": rates, "links": links, "bare": bare}
+    return functions[task["what"]](_here(task, folder, rank))
 
 
 def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
@@ -77,13 +72,6 @@ def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder.absolute()}/store", rank=rank, world_size=len(names))
     return Measurer(task, folder, rank, len(names), device)
-
-
-def doctor(here: Measurer) -> dict[str, Any]:
-    """In a process that ends: what it does on the cards holds no memory there afterwards."""
-    from trainer.commands.doctor import examine
-
-    return {"problems": examine().problems}
 
 
 def types(device: torch.device) -> list[torch.dtype]:
@@ -202,14 +190,58 @@ def links(here: Measurer) -> dict[str, Any]:
     return {"ways": ways, "all_reduce": together}
 
 
-def memory(here: Measurer) -> dict[str, Any]:
-    """Bytes of this process and of its device after each run in it, but for the first."""
-    from trainer.training.api import train
+# --- a plain PyTorch loop, which our speed is compared with -----------------------------------------------------------
 
-    cuda, sizes = here.device.type == "cuda", list[dict[str, int]]()
-    for number in range(RUNS):
-        train(here.task["recipe"], *here.task["words"], output=str(here.folder / f"run-{number}"))
-        gc.collect()
-        host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        sizes.append({"host": host, **({"device": torch.cuda.memory_allocated(here.device)} if cuda else {})})
-    return {kind: [row[kind] for row in sizes[SETTLING:]] for kind in sizes[0]}
+
+def step_of(here: Measurer) -> Callable[[bool], Any]:
+    """A training step on images that are on this device, which exchanges gradients with the others or does not.
+
+    Network, batch, precision and memory order are those of our own run.
+    """
+    torch.manual_seed(0)
+    batch, size, classes = here.task["batch"], here.task["size"], here.task["classes"]
+    layout, cast = torch.channels_last, AUTOCAST.get(here.task["precision"])
+    built = build(ModelRecipe(name=here.task["model"]), classes, 3, size)
+    model: nn.Module = built.to(here.device, memory_format=layout)  # type: ignore[call-overload]
+    if here.count > 1:
+        model = DistributedDataParallel(model, device_ids=[here.device.index] if here.device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+    images = torch.randn(batch, 3, size, size, device=here.device).to(memory_format=layout)
+    labels = torch.randint(0, classes, (batch,), device=here.device)
+    criterion = nn.CrossEntropyLoss()
+
+    def step(exchanges: bool = True) -> None:
+        optimizer.zero_grad()
+        with nullcontext() if exchanges or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            with torch.autocast(here.device.type, cast, enabled=cast is not None):
+                loss = criterion(model(images), labels)
+            loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def bare(here: Measurer) -> dict[str, Any]:
+    """Images/s of one of the devices that work at once in each timed part, and "alone" in parts between them in which
+    nothing is exchanged."""
+    torch.backends.cudnn.benchmark = True
+    step = step_of(here)
+    for number in range(WARM):
+        step(number != 1)
+    here.barrier()
+    begun = time.perf_counter()
+    step(True)
+    here.barrier()
+    once = torch.tensor(time.perf_counter() - begun, device=here.device)
+    if here.count > 1:
+        dist.broadcast(once, 0)
+    steps = max(1, round(SECONDS / WINDOWS / once.item()))
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for exchanges in [True, False] * WINDOWS if here.count > 1 else [True] * WINDOWS:
+        here.barrier()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step(exchanges)
+        synchronise([here.device])
+        rates[exchanges].append(here.task["batch"] * steps / (time.perf_counter() - begun))
+    return {"speeds": rates[True], "alone": rates[False]}

@@ -6,7 +6,6 @@ Its folder is held under a lock and bound to one machine, and has every outcome 
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import json
 import math
 import shutil
@@ -22,9 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
-from trainer.commands.prove.proof_page import Proof, anonymous, draw, markdown, proof_of
+from trainer.commands.prove.proof_page import Proof, anonymous, markdown, proof_of
 from trainer.commands.trials.engine import claim
-from trainer.commands.trials.measuring import seconds
 from trainer.commands.trials.report import BUSY, Others, this_machine, write_tables
 from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
@@ -37,7 +35,6 @@ HOME = Path("runs/proof")
 KEPT = "kept.json"
 DONE = ("right", "measured")  # all else is tried again
 ROW = TypeAdapter(Outcome)
-QUIET_START = 3.0  # seconds that Python takes to load torch and torchvision on a machine that nothing else uses
 
 
 def bound_to(machine: Mapping[str, Any], versions: Mapping[str, Any], devices: tuple[str, ...]) -> dict[str, str]:
@@ -48,54 +45,36 @@ def bound_to(machine: Mapping[str, Any], versions: Mapping[str, Any], devices: t
     with suppress(OSError):
         identity = read("/etc/machine-id")
     uuids = [str(getattr(torch.cuda.get_device_properties(n), "uuid", n)) for n in range(cards.detect().count)]
-    sources = sorted(Path(str(importlib.resources.files("trainer"))).rglob("*.py"))
-    software = [versions, [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources]]
-    return {
-        "machine": _digest([machine, identity.decode(errors="replace"), uuids]),
-        "versions": _digest(software),
-        "devices": ",".join(devices),
+    known = {"machine": [machine, identity.decode(errors="replace"), uuids], "versions": versions}
+    digests = {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for key, value in known.items()
     }
+    return {**digests, "devices": ",".join(devices)}
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-class Kept:
-    """Outcomes by the checks' names, written at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.outcomes: dict[str, Outcome] = {}
-        rows = usable_json(folder / KEPT).get("checks")
-        for name, row in (rows if isinstance(rows, dict) else {}).items():
-            with suppress(ValidationError):
-                self.outcomes[name] = ROW.validate_python(row)
-
-    def done(self) -> dict[str, Outcome]:
-        """Those that are not tried again."""
-        return {name: outcome for name, outcome in self.outcomes.items() if outcome.status in DONE}
-
-    def keep(self, name: str, outcome: Outcome) -> None:
-        self.outcomes[name] = outcome
-        rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-        text = json.dumps({**usable_json(self.folder / KEPT), "checks": rows}, indent=1)
-        write_atomically(self.folder / KEPT, text + "\n")
+def kept(folder: Path) -> dict[str, Outcome]:
+    """Outcomes by the checks' names; what is damaged is done again."""
+    outcomes, rows = {}, usable_json(folder / KEPT).get("checks")
+    for name, row in (rows if isinstance(rows, dict) else {}).items():
+        with suppress(ValidationError):
+            outcomes[name] = ROW.validate_python(row)
+    return outcomes
 
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
     """The proof's status, once its report is printed and written."""
     machine, software, others = this_machine(), versions(), Others()
     with claim(output, HOME, "proof", KEPT, bound_to(asdict(machine), software, devices.names)) as folder:
-        kept = Kept(folder)
-        proving = Proving(kept, devices, minutes)
+        proving = Proving(folder, devices, minutes)
         proving.announce()
         try:
             proving.run()
         finally:
-            proving.runner.outcomes = kept.outcomes  # what was wrong and not checked again is still wrong
+            # What was wrong and not checked again is still wrong.
+            proving.runner.outcomes = proving.outcomes
             proof = proof_of(proving.runner, proving.checks, minutes, others.cores(), machine, software)
-            write(folder, proof)
+            write_tables(folder, "proof", json.loads(anonymous(json.dumps(without_nan(proof)))), markdown(proof))
         report(folder, proof)
         return str(proof["status"])
 
@@ -103,14 +82,15 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
 class Proving:
     """The checks of one command, and the time that they take."""
 
-    def __init__(self, folder: Kept, devices: Devices, minutes: float) -> None:
-        self.kept, self.devices, self.minutes = folder, devices, minutes
+    def __init__(self, folder: Path, devices: Devices, minutes: float) -> None:
+        self.folder, self.minutes, self.outcomes = folder, minutes, kept(folder)
         self.begun = time.monotonic()
         self.checks = [*right.checks(devices), *fast.checks(devices)]
-        self.runner = CheckRunner(folder.folder, devices, folder.done())
-        if any(outcome.status == "wrong" for outcome in folder.outcomes.values()):
+        done = {name: outcome for name, outcome in self.outcomes.items() if outcome.status in DONE}
+        self.runner = CheckRunner(folder, devices, done)
+        if any(outcome.status == "wrong" for outcome in self.outcomes.values()):
             for name in ("runs", "measured"):  # new runs must not be compared with those of a wrong machine
-                shutil.rmtree(folder.folder / name, ignore_errors=True)
+                shutil.rmtree(folder / name, ignore_errors=True)
         # seconds of the checks so far, and those that were expected; a first guess weighs as a minute of checks
         self.took = self.expected = 60.0
 
@@ -120,16 +100,15 @@ class Proving:
 
     def announce(self) -> None:
         """What will be done, and what will be left out. Raises RecipeError."""
-        self.took *= min(5.0, max(1.0, seconds(fast.load_libraries) / QUIET_START))
-        chosen, waiting = self._chosen(), self._waiting()
+        devices, chosen, waiting = self.runner.devices, self._chosen(), self._waiting()
         done = len(self.checks) - len(waiting)
         enough = math.ceil(1.1 * sum(map(self._takes, waiting)) / 60)
         if not chosen and not done:
             raise RecipeError(f"minutes={self.minutes:g} is too short for any check: type minutes={enough}")
-        models = sorted({*self.devices.models} - {"CPU"})
-        where = self.devices.called(self.devices.count) + (f" ({', '.join(models)})" if models else "")
+        models = sorted({*devices.models} - {"CPU"})
+        where = devices.called(devices.count) + (f" ({', '.join(models)})" if models else "")
         say(f"checking that this machine trains correctly, and how fast: {where}, {self.minutes:g} minutes")
-        say(f"  results are kept in {self.kept.folder}; if it is stopped, the same words continue it")
+        say(f"  results are kept in {self.folder}; if it is stopped, the same words continue it")
         if done:
             say(f"  {done} of {len(self.checks)} checks are done already")
         if chosen:
@@ -167,16 +146,14 @@ class Proving:
             outcome = wrong(in_one_line(error)[0], "see the .log files in runs and measured beside proof.md")
         took = time.monotonic() - begun
         self.took, self.expected = self.took + took, self.expected + check.seconds
-        outcome = self.runner.outcomes[check.name] = replace(outcome, seconds=round(took, 1))
-        self.kept.keep(check.name, outcome)
+        outcome = self.outcomes[check.name] = self.runner.outcomes[check.name] = replace(
+            outcome, seconds=round(took, 1)
+        )
+        rows = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
+        text = json.dumps({**usable_json(self.folder / KEPT), "checks": rows}, indent=1)
+        write_atomically(self.folder / KEPT, text + "\n")
         status = {"wrong": "WRONG: ", "measured": ""}.get(outcome.status, f"{outcome.status}: ")
         say(f"{status}{outcome.line} ({took:.0f} s)")
-
-
-def write(folder: Path, proof: Proof) -> None:
-    """proof.json, proof.md and proof.png, each replaced at once."""
-    write_tables(folder, "proof", json.loads(anonymous(json.dumps(without_nan(proof)))), markdown(proof))
-    draw(folder / "proof.png", proof)
 
 
 def report(folder: Path, proof: Proof) -> None:
@@ -189,5 +166,5 @@ def report(folder: Path, proof: Proof) -> None:
         say(f"  {readable.counted(out, 'check')} skipped: the same words with more minutes= run them")
     if (busy := proof["busy_cores"]) and busy >= BUSY:
         say(f"  other programs kept {busy:.1f} cores busy meanwhile, so speeds are lower than they could be")
-    say(f"  report {folder}/proof.md, proof.json, proof.png")
+    say(f"  report {folder}/proof.md, proof.json")
     say(proof["sentence"])

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
-from trainer.commands.prove.held_out import COUNT, NAME
-from trainer.commands.prove.traces import STEPS, Traces, compared, different_bits, traces
-from trainer.commands.trials.engine import TrialFailed, failure_line
+from trainer.commands.trials.engine import TrialFailed, steps_of
 from trainer.launch import launching
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
 
-KILLED, SAVED = 12, 5  # steps
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEPS, KILLED, SAVED = 20, 12, 5
 START = {"cpu": 7.0, "cuda": 12.0}  # seconds, about, that a run of twenty small steps takes
 # Relative: of a step's loss, of its gradient's norm, of a tensor of the optimizer's state and of one of the weights.
 # An optimizer's state is made of gradients alone, and shows best whether they are right. CPUs differ by 1e-7 in all.
@@ -36,8 +35,6 @@ ROUNDED = {
 }
 ADVICE = "train with a mode that is right, and paste proof.md into an issue"
 EXACT = {launching.EXACT: "1"}
-MIB = 2**20
-LEAK = {"host": 24 * MIB, "device": 8 * MIB}  # bytes that one more run in the same program may keep
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ def digits(devices: Devices, model: str = "cnn_gn") -> list[str]:
 def checks(devices: Devices) -> Iterator[Check]:
     """All of it, in the order in which it is done."""
     count, start = devices.count, START[devices.kind]
-    yield Check("doctor", "right", "what `doctor` checks", 12, doctor)
     if count > 1:
         yield Check("copies", "right", f"copies between all pairs of {devices.called(count)}, by pattern", 8, copies)
         yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
@@ -73,24 +69,12 @@ def checks(devices: Devices) -> Iterator[Check]:
     for mode in modes_here(devices):
         title = f"{STEPS} steps of {mode.name} against single" if mode.same else f"{STEPS} steps of {mode.name}"
         yield Check(f"mode {mode.name}", "right", title, start, partial(_mode, mode), mode.priority)
-    for name, words in held_out_ways(devices):
-        count_once = partial(_held_out, name, words)
-        yield Check(f"held out {name}", "right", f"each held-out image once, in {name}", start, count_once, 1)
     for name in ROUNDED:
         yield Check(f"precision {name}", "right", f"{name} against fp32", start, partial(_precision, name))
     if devices.kind == "cuda":
         yield Check("graphs", "right", "replayed steps against launched ones, bit by bit", 2 * start, replayed)
     slow = 25 if devices.kind == "cuda" else 45
     yield Check("compile", "right", "compile=true against the same without", 2 * start + slow, compiled, 1)
-    yield Check("memory", "right", "memory is freed", 3 * start, memory)
-
-
-def doctor(runner: CheckRunner) -> Outcome:
-    problems = runner.measure("doctor")[0]["problems"]
-    if problems:
-        more = f", and {len(problems) - 1} more" * (len(problems) > 1)
-        return wrong(problems[0] + more, "python -m trainer doctor", problems=problems)
-    return right("nothing is wrong with software, devices, memory and limits", problems=[])
 
 
 def copies(runner: CheckRunner) -> Outcome:
@@ -124,10 +108,8 @@ def _deterministic(runner: CheckRunner) -> list[str]:
 
 def repeat(runner: CheckRunner) -> Outcome:
     first, second = (single(runner, f"repeat/{number}", *_deterministic(runner)) for number in (1, 2))
-    if different := different_bits(second, first):
-        todo = "test the memory and the card: a machine whose results vary cannot be trusted"
-        return wrong(f"{', '.join(different)} differ between two equal runs", todo, different=different)
-    return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])
+    todo = "test the memory and the card: a machine whose results vary cannot be trusted"
+    return same_bits(second, first, "an equal run", todo)
 
 
 def resume(runner: CheckRunner) -> Outcome:
@@ -135,18 +117,17 @@ def resume(runner: CheckRunner) -> Outcome:
     path = runner.path("resume")
     shutil.rmtree(path, ignore_errors=True)
     words = [*digits(runner.devices), "mode=single", *runner.devices.first(), *_deterministic(runner)]
-    words += [f"save.every_steps={SAVED}", f"output={path}", "logging.progress=false"]
-    code = runner.trainer("killed", words, {**EXACT, "TRAINER_FAULT": f"kill@0:{KILLED}"})
+    words.append(f"save.every_steps={SAVED}")
+    code = 0
+    try:
+        runner.train("resume", words, {**EXACT, "TRAINER_FAULT": f"kill@0:{KILLED}"}, resumes=True)
+    except TrialFailed as error:
+        code = error.code
     if code != 137:
-        line = failure_line(runner.log("killed"), code)
-        raise TrialFailed(f"it should have been killed by SIGKILL but ended with {code}: {line}", 1)
-    code = runner.trainer("resumed", [*words, "resume=auto"], EXACT)
-    if code:
-        raise TrialFailed(failure_line(runner.log("resumed"), code), code)
-    if different := different_bits(traces(path), whole):
-        todo = "train without resume=auto, and paste proof.md into an issue"
-        return wrong(f"{', '.join(different)} differ from the run that was not killed", todo, different=different)
-    return right("the same to the last bit as the run that was not killed", different=[])
+        raise TrialFailed(f"it should have been killed by SIGKILL but ended with {code}: see resume.log", 1)
+    runner.train("resume", words, EXACT, resumes=True)
+    todo = "train without resume=auto, and paste proof.md into an issue"
+    return same_bits(traces(path), whole, "the run that was not killed", todo)
 
 
 def modes_here(devices: Devices) -> Iterator[Mode]:
@@ -191,34 +172,6 @@ def _mode(mode: Mode, runner: CheckRunner) -> Outcome:
     return right(f"different maths from single; the loss falls from {first:.3f} to {last:.3f}", first=first, last=last)
 
 
-def held_out_ways(devices: Devices) -> Iterator[tuple[str, list[str]]]:
-    """Modes that divide the images of an evaluation differently."""
-    yield "single", ["mode=single", *devices.first()]
-    if devices.count > 1:
-        yield "ddp", ["mode=ddp", *devices.in_ranks(devices.count)]
-        yield "pipeline", pipeline(devices)
-
-
-def _held_out(name: str, mode: Sequence[str], runner: CheckRunner) -> Outcome:
-    words = [
-        "plugin=trainer.commands.prove.held_out", f"data.name={NAME}", "model.name=zeros", "task.name=regression",
-        "optimizer.lr=1e-30", "max_steps=1", "epochs=1", f"batch_size={24 * runner.devices.count}",
-        "logging.tensorboard=false", "logging.verdict=false", *mode,
-    ]  # fmt: skip
-    result = runner.train(f"held-out/{name}", words)
-    sums = [result["data"]["val_samples"], COUNT * result["val_mae"], COUNT * result["val_loss"]]
-    expected = [COUNT, sum(range(COUNT + 1)), sum(n * n for n in range(COUNT + 1))]
-    names = ("images", "sum of numbers", "sum of squares")
-    bad = [
-        f"{what} {actual:g} instead of {wanted}"
-        for what, actual, wanted in zip(names, sums, expected, strict=True)
-        if not math.isclose(actual, wanted, rel_tol=1e-6)
-    ]
-    if bad:
-        return wrong(f"not each once: {', '.join(bad)}", "evaluate with mode=single", found=sums)
-    return right(f"each of {COUNT} images was counted once", found=sums)
-
-
 def _precision(name: str, runner: CheckRunner) -> Outcome:
     expected, actual = single(runner), single(runner, f"precision/{name}", f"precision={name}")
     return compared(actual, expected, ROUNDED[name], f"train with precision=fp32 instead of {name}")
@@ -230,10 +183,8 @@ def replayed(runner: CheckRunner) -> Outcome:
     way = runner.train("graphs/replayed", words, EXACT)["graphs"]
     if way != "replayed":
         return wrong("the steps could not be recorded: the run's output says why", "train with graphs=false", way=way)
-    if different := different_bits(traces(runner.path("graphs/replayed")), launched):
-        todo = "train with graphs=false, and paste proof.md into an issue"
-        return wrong(f"{', '.join(different)} differ from launched steps", todo, different=different)
-    return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])
+    todo = "train with graphs=false, and paste proof.md into an issue"
+    return same_bits(traces(runner.path("graphs/replayed")), launched, "launched steps", todo)
 
 
 def compiled(runner: CheckRunner) -> Outcome:
@@ -245,40 +196,88 @@ def compiled(runner: CheckRunner) -> Outcome:
     return compared(actual, expected, TOLERANCE[runner.devices.kind], "train with compile=false")
 
 
-def memory(runner: CheckRunner) -> Outcome:
-    """What runs in one program leave of the host's and the device's memory, and what all runs left in /dev/shm."""
-    blocks, devices = _blocks(), runner.devices
-    words = [*digits(devices)[1:], "mode=single", *devices.first()]
-    sizes = runner.measure("memory", recipe="digits", words=words)[0]
-    if devices.count > 1:
-        runner.train("memory", [*digits(devices), "mode=local_sgd", *devices.in_ranks(devices.count)])
-    left = sorted(_orphans(blocks))
-    kept = {kind: min(b - a for a, b in pairwise(values)) for kind, values in sizes.items()}
-    figures = {"kept_bytes": kept, "shared_memory_left": left}
-    bad = [
-        f"each run keeps {kept[kind] / MIB:.0f} MiB of the {kind}'s memory" for kind in kept if kept[kind] > LEAK[kind]
-    ]
-    bad += [f"left in /dev/shm: {', '.join(left[:3])}"] * bool(left)
-    if bad:
-        todo = "train in separate processes (python -m trainer), which free everything"
-        return wrong("; ".join(bad), todo, **figures)
-    where = "the host, the device" if "device" in kept else "the host"
-    return right(f"a run leaves nothing in the memory of {where} and in /dev/shm", **figures)
+# --- what twenty steps leave ------------------------------------------------------------------------------------------
 
 
-def _blocks() -> set[str]:
-    """Shared memory of this user, but for semaphores."""
-    with suppress(OSError), os.scandir("/dev/shm") as entries:
-        mine = [entry for entry in entries if entry.is_file() and entry.stat().st_uid == os.getuid()]
-        return {entry.name for entry in mine if not entry.name.startswith("sem.")}
-    return set()
+@dataclass(frozen=True)
+class Traces:
+    """Of a run: losses and gradients' norms step by step, and its weights and optimizer's state at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
 
 
-def _orphans(before: set[str]) -> set[str]:
-    """Blocks that are new and that no living process maps; other programs have some too."""
-    left = _blocks() - before
-    for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
-        with suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            left -= {name for name in left if name in maps}
-    return left & _blocks()
+def traces(path: Path) -> Traces:
+    from trainer.saving import checkpoint
+    from trainer.telemetry.events import curves_of
+
+    newest = checkpoint.newest(path, lambda line: None)
+    if newest is None:
+        raise TrialFailed("the run left no checkpoint", 1)
+    weights, optimizer = (
+        {name: tensor.read() for name, tensor in newest.state.part(part).items()} for part in ("model", "optimizer")
+    )
+    norms = curves_of(path).get("train/grad_norm", ([], [], []))[2]
+    return Traces([float(row["train_loss"]) for row in steps_of(path)], norms, weights, optimizer)
+
+
+def differences(actual: Traces, expected: Traces) -> dict[str, float]:
+    """How far two runs are apart: the largest relative differences, infinite where one has what the other lacks."""
+    return {
+        "losses": _of_numbers(actual.losses, expected.losses),
+        "norms": _of_numbers(actual.norms, expected.norms),
+        "optimizer": _of_tensors(actual.optimizer, expected.optimizer),
+        "weights": _of_tensors(actual.weights, expected.weights),
+    }
+
+
+def _largest(values: Sequence[float]) -> float:
+    return max(values) if all(map(math.isfinite, values)) else math.inf
+
+
+def _of_numbers(actual: Sequence[float], expected: Sequence[float]) -> float:
+    if len(actual) != len(expected) or len(expected) < STEPS:
+        return math.inf
+    return _largest([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual, expected, strict=True)])
+
+
+def _of_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest distance of a tensor relative to its own norm, or to a thousandth of that of all together."""
+    if not expected or {name: t.shape for name, t in actual.items()} != {name: t.shape for name, t in expected.items()}:
+        return math.inf
+    norms = {name: float(tensor.double().norm()) for name, tensor in expected.items()}
+    least = 1e-3 * math.hypot(*norms.values()) or 1e-12
+    return _largest([float((actual[n].double() - t.double()).norm()) / (norms[n] + least) for n, t in expected.items()])
+
+
+def compared(actual: Traces, expected: Traces, bounds: Mapping[str, float], todo: str) -> Outcome:
+    """Whether two runs' traces are within bounds of each other."""
+    apart = differences(actual, expected)
+    figures = {
+        "deviations": {name: value if math.isfinite(value) else None for name, value in apart.items()},
+        "bounds": dict(bounds),
+    }
+    if beyond := [name for name, value in apart.items() if not value <= bounds[name]]:
+        parts = ", ".join(f"{name} by {apart[name]:.2g} (at most {bounds[name]:g})" for name in beyond)
+        return wrong(f"differs: {parts}", todo, **figures)
+    if not any(apart.values()):
+        return right("the same to the last bit", **figures)
+    line = ", ".join(f"{name} {value:.0e}" if value else f"{name} 0" for name, value in apart.items())
+    return right(f"relative differences: {line}", **figures)
+
+
+def same_bits(actual: Traces, expected: Traces, other: str, todo: str) -> Outcome:
+    """Whether two runs left the same to the last bit."""
+    import torch
+
+    different = [name for name in ("losses", "norms") if getattr(actual, name) != getattr(expected, name)]
+    for name in ("weights", "optimizer"):
+        a, b = getattr(actual, name), getattr(expected, name)
+        if a.keys() != b.keys() or not all(torch.equal(a[key], b[key]) for key in b):
+            different.append(name)
+    different += ["steps"] * (len(expected.losses) != STEPS)
+    if different:
+        return wrong(f"{', '.join(different)} differ from {other}", todo, different=different)
+    return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])

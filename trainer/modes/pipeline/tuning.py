@@ -180,7 +180,7 @@ class Tuner:
         needed = [memory.held(order, passes) for order in orders]
         for stage, holder in zip(stages, ranks_of_stages(plan.schedule, self.pipe.workers, virtual), strict=True):
             needed[holder] += memory.COPIES * sum(cost.weights for cost in stage)
-        return max(needed) <= memory.USABLE * self.room
+        return max(needed) <= memory.room_in(self.room)
 
     def _run(self, plans: Sequence[Plan], costs: Mapping[int, Sequence[BlockCost]]) -> tuple[Plan, dict[Plan, Trial]]:
         """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own

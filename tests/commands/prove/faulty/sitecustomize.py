@@ -102,86 +102,11 @@ def repeated_step(resuming):
     resuming.restore = back
 
 
-def counted_twice(sampling):
-    """The first image of every later span is the last of the one before, which another is missed for."""
-
-    def spans(function, samples, rows, index, count):
-        return [
-            (start - 1, stop - 1) if start and stop - start == rows else (start, stop)
-            for start, stop in function(samples, rows, index, count)
-        ]
-
-    wrapped(sampling, "evaluation_spans", spans)
-
-
-def drifting_fp16(torch):
-    """fp16's products lose half of their bits."""
-    if "precision=fp16" in WORDS:
-        conv2d = torch.nn.functional.conv2d
-
-        def rough(inputs, weight, *given, **named):
-            return conv2d(inputs, (weight * 8).round() / 8 + (weight - weight.detach()), *given, **named)
-
-        torch.nn.functional.conv2d = rough
-
-
 def wrong_kernels(torch):
     """What is compiled computes something else."""
     if "compile=true" in WORDS:
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = lambda *given: 1.01 * linear(*given)
-
-
-def other_each_time(torch):
-    """Products differ by a little, otherwise in each process."""
-    linear, noise = torch.nn.functional.linear, 1 + 1e-6 * (os.getpid() % 97 + 1)
-    torch.nn.functional.linear = lambda *given: noise * linear(*given)
-
-
-KEPT = []
-
-
-def leak(loop):
-    """Each run in a program keeps 48 MiB."""
-    wrapped(loop, "finish", lambda function, run: (KEPT.append(bytearray(os.urandom(48 << 20))), function(run))[1])
-
-
-def left_behind(loop):
-    """A run with several ranks leaves a block of shared memory."""
-
-    def finish(function, run):
-        if RANK == "1":
-            with open(f"/dev/shm/left-by-a-test-{os.getpid()}", "wb") as file:
-                file.write(b"\0" * 4096)
-        return function(run)
-
-    wrapped(loop, "finish", finish)
-
-
-def slow_device(torch):
-    """The second device computes everything four times."""
-
-    def mm(function, *given, **named):
-        for _ in range(4 if RANK == "1" else 1):
-            product = function(*given, **named)
-        return product
-
-    wrapped(torch, "mm", mm)
-
-
-def throttled(torch):
-    """The second device becomes slower when it has worked for a while."""
-    spent = [0.0]
-
-    def mm(function, *given, **named):
-        begun = time.process_time()
-        for _ in range(6 if spent[0] > 0.33 else 1):  # seconds of work: the third time that it is its turn
-            product = function(*given, **named)
-        spent[0] += time.process_time() - begun
-        return product
-
-    if RANK == "1":
-        wrapped(torch, "mm", mm)
 
 
 def slow_link(dist):
@@ -194,46 +119,13 @@ def slow_link(dist):
     wrapped(dist, "send", send)
 
 
-def slow_readers(photos):
-    """A photo takes 0.03 s longer."""
-    apply = photos.PhotoDraws.apply
-
-    def slowly(*given, **named):
-        time.sleep(0.03)
-        return apply(*given, **named)
-
-    photos.PhotoDraws.apply = slowly
-
-
-def few_files(sys):
-    """A process may have few files open."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-
-
-def killed(ddp):
-    """The kernel kills a rank of ddp."""
-    os.environ["TRAINER_FAULT"] = "kill@1:7"
-
-
 PLACES = {
     "wrong_copy": "torch.distributed",
     "wrong_sum": "torch.distributed",
     "slow_link": "torch.distributed",
     "other_network": "trainer.modes.ddp",
-    "killed": "trainer.modes.ddp",
-    "few_files": "sys",
     "repeated_step": "trainer.training.resuming",
-    "counted_twice": "trainer.data.sampling",
-    "drifting_fp16": "torch",
     "wrong_kernels": "torch",
-    "other_each_time": "torch",
-    "slow_device": "torch",
-    "throttled": "torch",
-    "leak": "trainer.training.loop",
-    "left_behind": "trainer.training.loop",
-    "slow_readers": "trainer.data.photos.photo_reader",
 }
 for fault in FAULTS:
     hooked(PLACES[fault], globals()[fault])

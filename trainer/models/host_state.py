@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.models.undisturbed import attributes, generators, is_generator, is_
 LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")
 
 
-def host_state(model: nn.Module, on_device: Collection[str]) -> dict[str, object]:
+def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict[str, object]:
     """What a pass may change on the host, by names for messages: generators, and what modules hold.
 
     Args:
@@ -28,19 +28,25 @@ def host_state(model: nn.Module, on_device: Collection[str]) -> dict[str, object
     found = generators()
     if "cpu" in on_device:
         del found["random state of torch"]  # the device's own, from which a replay draws
-    found |= plain_attributes(model, figures=True)
-    for name, value in chain(((f"buffer {name}", b) for name, b in model.named_buffers()), attributes(model)):
-        if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
-            found[name] = _Held(value, on_device)
-        elif is_generator(value):
-            found[name] = repr(getattr(value, "bit_generator", value).__getstate__())
+    for number, module in enumerate(modules):
+        mark = f" ({number})" if len(modules) > 1 else ""
+        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
+        for name, value in chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module)):
+            if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
+                found[name + mark] = _Held(value, on_device)
+            elif is_generator(value):
+                found[name + mark] = repr(getattr(value, "bit_generator", value).__getstate__())
     return found
 
 
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+def held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Buffers, and tensors among the attributes of modules: what a pass may change in place, by names for messages."""
-    named = chain(((f"buffer {name}", buffer) for name, buffer in model.named_buffers()), attributes(model))
-    return {name: value for name, value in named if isinstance(value, Tensor) and is_plain(value)}
+    found: dict[str, Tensor] = {}
+    for number, module in enumerate(modules):
+        buffers = ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
+        named = ((name, value) for name, value in chain(buffers, attributes(module)) if isinstance(value, Tensor))
+        found |= {f"{name} ({number})": tensor for name, tensor in named if is_plain(tensor)}
+    return found
 
 
 class _Held:
@@ -59,12 +65,15 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-def settings(model: nn.Module) -> dict[str, object]:
+def settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """What a model may decide by from pass to pass, by names for messages: attributes, training flags, what trains."""
-    found = plain_attributes(model, figures=True)
-    found |= {f"mode of {name or 'the model'}": part.training for name, part in model.named_modules()}
-    found |= {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()}
-    return found | {"hooks": own_hook(model)}
+    found: dict[str, object] = {}
+    for number, module in enumerate(modules):
+        mark = f" ({number})" if len(modules) > 1 else ""
+        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
+        found |= {f"mode of {name or 'the model'}{mark}": part.training for name, part in module.named_modules()}
+        found |= {f"requires_grad of {name}{mark}": p.requires_grad for name, p in module.named_parameters()}
+    return found | {"hooks": own_hook(modules)}
 
 
 def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
@@ -72,18 +81,22 @@ def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object
     return next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
 
 
-def own_hook(model: nn.Module) -> str | None:
+def own_hook(modules: Sequence[nn.Module]) -> str | None:
     """A hook of a user's own, by a name for messages: Python that runs while a pass is recorded, and never again."""
-    for name, part in model.named_modules():
-        kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-        for hook in chain.from_iterable(kind.values() for kind in kinds):
-            if not of_library(hook):
-                return f"hook of {name or type(part).__name__}"
-    for name, parameter in model.named_parameters():
-        of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if any(not of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
-            return f"hook of the parameter {name}"
-    return None
+    return next(_own_hooks(modules), None)
+
+
+def _own_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
+    for module in modules:
+        for name, part in module.named_modules():
+            kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+            for hook in chain.from_iterable(kind.values() for kind in kinds):
+                if not of_library(hook):
+                    yield f"hook of {name or type(part).__name__}"
+        for name, parameter in module.named_parameters():
+            of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+            if any(not of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
+                yield f"hook of the parameter {name}"
 
 
 def of_library(made: Any) -> bool:

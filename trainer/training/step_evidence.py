@@ -24,7 +24,7 @@ ULP = 2.0**-22  # of a weight's norm: what rounding may hide of its change
 def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
     """All that a step reads and changes beside gradients and its own memory, by names for messages."""
     found: dict[str, Tensor] = {f"weight {name}": p.data for name, p in strategy.named_parameters().items()}
-    found |= held_tensors(strategy.module)
+    found |= held_tensors(strategy.modules())
     for number, values in enumerate(updater.optimizer.state.values()):
         found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
     flags = {"nonfinite": updater.nonfinite, "bad": updater.bad, "skipped": updater.skipped, **updater.state()}

@@ -238,7 +238,7 @@ class Steps:
 
     def _watch(self, lr: float) -> None:
         """This step, which is launched, leaves its evidence."""
-        if (hook := own_hook(self.strategy.module)) is not None:
+        if (hook := own_hook(self.strategy.modules())) is not None:
             raise NotRecorded(f"a {hook} would not be called by a replay")
         state = live_state(self.strategy, self.updater)
         gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
@@ -268,7 +268,7 @@ class Steps:
         return loss
 
     def _host_state(self) -> dict[str, object]:
-        return host_state(self.strategy.module, {device.type for device in self.strategy.world.drives})
+        return host_state(self.strategy.modules(), {device.type for device in self.strategy.world.drives})
 
     def _launched_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         evidence, recorder = self._evidence, self.recorder
@@ -435,4 +435,4 @@ class Steps:
         state = live_state(self.strategy, self.updater)
         rates = {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
         addresses = {f"the place of {name}": tensor.data_ptr() for name, tensor in (state | rates).items()}
-        return {**addresses, **settings(self.strategy.module)}
+        return {**addresses, **settings(self.strategy.modules())}

@@ -125,15 +125,6 @@ def test_a_sweep_of_anything(values, tmp_path, drawn):
     assert drawn[0].axes[0].get_xscale() == "linear"
 
 
-def test_scaling_has_its_ideal_and_its_efficiency(tmp_path, drawn):
-    series = {"ddp": [Point(2, 180.0, 2.0), Point(1, 100.0, 1.0)]}
-    plots.scaling(tmp_path / "p.png", series, "images per second", "speed")
-    left, right = drawn[0].axes
-    ideal = next(line for line in left.lines if line.get_label() == "ideal")
-    assert list(ideal.get_xdata()) == [1, 2] and list(ideal.get_ydata()) == [100, 200]
-    assert any(list(line.get_ydata()) == [100, 90] for line in right.lines)
-
-
 def test_thinned():
     x, y = plots.thinned(range(1000), [float(n % 2) for n in range(1000)])
     assert len(x) <= plots.SMOOTHEST and y[0] == pytest.approx(1 / 3) and x[0] == 1

@@ -13,7 +13,6 @@ from contextlib import suppress
 import pytest
 
 from tests.command_line import BARE, environment, ok, steps
-from tests.telemetry.event_values import written
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
@@ -21,19 +20,6 @@ from trainer.saving.files import without_nan
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
-
-
-def test_a_resumed_run_has_its_page_once(tmp_path):
-    recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
-    (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)  # what is saved is continued
-    for position in (Position(0, 0, 0), Position(5, 0, 5), Position(10, 1, 0)):
-        tracker = Tracker(recipe, RunFolder(recipe))
-        tracker.start(position, 10, "top1")
-        tracker.text("run", "what runs", 0)
-        tracker.text("run", "how it went", 10)
-        tracker.close()
-    texts = [place for place in written(tmp_path / "run") if "text_summary" in place[0]]
-    assert texts == [("run/text_summary", 0), ("run/text_summary", 10)]
 
 
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):

@@ -257,10 +257,6 @@ def test_written_forms():
     found = judge(StepParts(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
     assert odd(found.to_dict(), Verdict) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
-    told = found.to_markdown()
-    assert re.search(r"^- a step \(250 ms\): compute 60\.0%, data 40\.0%$", told, re.M), told
-    assert "- the run: steps 90.0%, evaluation 6.0%, start-up 4.0%" in told
-    assert len(told.splitlines()) == 4, "TensorBoard shows some 20 lines of a page and cuts the rest"
 
 
 @pytest.mark.parametrize(

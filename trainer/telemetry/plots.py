@@ -156,34 +156,6 @@ def sweep(path: Path, key: str, series: Mapping[str, Sequence[Point]], ylabel: s
     save_picture(figure, path)
 
 
-def scaling(path: Path, series: Mapping[str, Sequence[Point]], ylabel: str, title: str) -> None:
-    """Speed over a number of ranks beside the ideal, n times the speed of one, and the share of it that is reached.
-
-    The ideal starts at each mode's fewest ranks.
-    """
-    figure, (left, right) = canvas(10.5, 4.1, 2)
-    for style, (name, points) in enumerate(series.items()):
-        points = sorted(points, key=lambda point: float(point.x))
-        x = [float(point.x) for point in points]
-        ideal = [points[0].mean * n / x[0] for n in x]
-        left.plot(x, ideal, color=INK, linestyle=":", label=None if style else "ideal")
-        _whiskers(left, x, points, style, name)
-        reached = [Point(p.x, 100 * p.mean / i, 100 * p.std / i) for p, i in zip(points, ideal, strict=True)]
-        _whiskers(right, x, reached, style, "")
-    right.axhline(100, color=INK, linestyle=":")
-    ranks = sorted({float(point.x) for points in series.values() for point in points})
-    for axes in (left, right):
-        axes.set_xticks(ranks, [f"{n:g}" for n in ranks])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-    left.yaxis.set_major_formatter(_thousands)
-    left.set_ylabel(ylabel)
-    right.set_ylabel("efficiency, % of ideal")
-    left.set_title(title, loc="left", color=INK, fontsize=11)
-    legend_below(figure, [left])
-    save_picture(figure, path)
-
-
 def colour(position: int) -> str:
     """The palette's, from the start again after its end."""
     return COLOURS[position % len(COLOURS)]

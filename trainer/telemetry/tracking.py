@@ -44,7 +44,6 @@ class NullTracker:
     def settle(self, recipe: Recipe) -> None: ...
     def start(self, position: Position, total_steps: int, metric: str) -> None: ...
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
-    def text(self, tag: str, text: str, step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
     def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None: ...
@@ -144,14 +143,8 @@ class Tracker(NullTracker):
         if self._loggers is not None:
             self._loggers.scalars(values, step)
 
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for TensorBoard's text tab."""
-        if self._events is not None:
-            with writing(self.path):
-                self._events.text(tag, text, step)
-
     def show(self, summary: Any, step: int) -> None:
-        """Anything else for TensorBoard: a layout, a table's columns, a picture."""
+        """Anything else for TensorBoard: a layout, a picture."""
         if self._events is not None:
             with writing(self.path):
                 self._events.add(summary, step)

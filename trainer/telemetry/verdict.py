@@ -97,20 +97,6 @@ class Verdict:
         """As result.json has it."""
         return {"try" if key == "overrides" else key: value for key, value in asdict(self).items()}
 
-    def to_markdown(self) -> str:
-        """For TensorBoard's text tab."""
-        step = 1e3 * self.step_seconds
-        length = f"{step:,.{0 if step >= 100 else 1}f} ms"
-        first, *others = self.sentence.split("\n")
-        parts = (f"a step ({length}): {_listed(self.step)}", f"the run: {_listed(self.run)}")
-        return "\n".join([first, "", *(f"- {line}" for line in (*others, *parts))])
-
-
-def _listed(parts: Mapping[Any, float]) -> str:
-    """Those that take any time, the longest first: a mode has no such part else, or it was not told apart."""
-    longest = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)
-
 
 def shares(measured: StepParts) -> dict[Part, float]:
     """The parts of a step, adding up to 1; computing is what the others leave."""

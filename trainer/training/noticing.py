@@ -68,7 +68,6 @@ def _notice(run: Run, kind: str, sentence: str) -> None:
     run.noticed.announced.add(kind)
     run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
     run.tracker.facts({"warning": sentence})
-    run.tracker.text("noticed", sentence, run.state.position.step)
     run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
 
 

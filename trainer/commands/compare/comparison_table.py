@@ -166,10 +166,7 @@ def _sweep(path: Path, rows: Sequence[EntryFigures], entries: Sequence[Entry], s
             is_number = isinstance(row.value, int | float) and not isinstance(row.value, bool)
             x = None if entry.name == entry.series else row.value if is_number else json.dumps(row.value)
             series.setdefault(entry.series, []).append(plots.Point(x, speed.mean, speed.std or 0.0))
-    if sweep.key == "nproc" and series:
-        over = {name: points for name, points in series.items() if points[0].x is not None}
-        plots.scaling(path, over, SPEED, title)
-    elif series:
+    if series:
         plots.sweep(path, sweep.key, series, SPEED, title)
     return path
 

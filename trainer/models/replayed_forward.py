@@ -93,7 +93,7 @@ class ReplayedForward:
 
     def _aside(self) -> AbstractContextManager[None]:
         if self._recorder is None:
-            self._recorder = cuda_graphs.recorder(self._device)
+            self._recorder = cuda_graphs.StepRecorder(self._device)
         return self._recorder.aside()
 
     def _replayed(self, inputs: Tensor) -> Tensor:

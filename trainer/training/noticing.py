@@ -19,7 +19,6 @@ from trainer.training.evaluation import Sums
 from trainer.training.run import Run
 
 LATEST = symptoms.STANDS  # epochs of which the metrics are kept
-SPEED = ("cores", "rate")  # kinds that a moment may show and a whole run need not
 LONG = 10.0  # seconds: what disturbs a shorter run is told at its end
 
 
@@ -75,7 +74,7 @@ def tell(run: Run) -> None:
     """A line for each thing that goes wrong and was not told yet."""
     look(run, over=False)
     for kind, sentence in run.noticed.warnings.items():
-        if kind not in run.noticed.announced and (kind not in SPEED or run.noticed.strain.seconds > LONG):
+        if kind not in run.noticed.announced and (kind != "cores" or run.noticed.strain.seconds > LONG):
             run.noticed.announced.add(kind)
             run.tracker.facts({"warning": sentence})
 
@@ -95,7 +94,6 @@ def _facts(run: Run, over: bool) -> Facts:
         steps=run.state.total_steps - run.state.step_offset,
         epoch_steps=run.resolved.steps_per_epoch,
         warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
-        throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
         threads=run.world.threads if run.world.device.type == "cpu" else 1,
         skipped=run.state.history.nonfinite,

@@ -105,7 +105,7 @@ def settings(here: Measurer) -> dict[str, Any]:
         return rate
 
     cuda = here.device.type == "cuda"
-    fast = torch.cuda.is_bf16_supported(False) if cuda else precision.cpu_speed("bf16") >= precision.CLEAR
+    fast = cuda and torch.cuda.is_bf16_supported(False)
     kind = "bf16" if fast else "fp16" if cuda else "fp32"
     batch, most = (64, 1024) if cuda else (32, 128)
     best = attempt(batch, kind, False)

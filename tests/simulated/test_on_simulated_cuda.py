@@ -11,7 +11,6 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.telemetry.event_values import scalars
-from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.commands.plan import plan
@@ -139,8 +138,6 @@ def test_what_else_asks_for_cards(tmp_path):
         labels(machine)
         without_memory(machine)
         found = Findings()
-        software._build(found)
-        software.nccl(found, 1)
         assert found.problems == []
         assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
         assert check_devices(["cuda", "cpu"])[0] == CARD

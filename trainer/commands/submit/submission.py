@@ -45,7 +45,7 @@ class Submission:
     requeues: int
     options: Mapping[str, str]  # the cluster's own words, as typed
     program: str  # what starts this program in the shell from which this was typed
-    typed: str
+    comment: str  # the command that made the file, on one line
 
     @property
     def name(self) -> str:
@@ -63,11 +63,6 @@ class Submission:
         """Of each run."""
         names = [re.sub(r"[^A-Za-z0-9_.=+]+", "-", variant).strip("-") for variant in self.variants]
         return [str(Path(self.output, name)) for name in names]
-
-    @property
-    def comment(self) -> str:
-        """The command that made the file, on one line."""
-        return " ".join(f"python -m trainer {self.typed}".splitlines())
 
 
 def read_submission(words: Sequence[str], program: str | None) -> Submission:
@@ -107,7 +102,7 @@ def read_submission(words: Sequence[str], program: str | None) -> Submission:
         requeues=positive_integer("requeues", given.get("requeues")) or REQUEUES,
         options={key: _checked(key, given[key]) for key in OWN if key in given},
         program=program or "python -m trainer",
-        typed=shlex.join(["submit", "slurm", *words]),
+        comment=" ".join(f"python -m trainer {shlex.join(['submit', 'slurm', *words])}".splitlines()),
     )
     if len({*submission.folders}) < len(submission.folders):
         raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")

@@ -161,9 +161,7 @@ def sentence(error: BaseException) -> str:
 LIBRARIES = {
     **{name: name for name in ("matplotlib", "numpy", "omegaconf", "pydantic", "safetensors", "scipy", "tensorboard")},
     **{name: name for name in ("cloudpickle", "torch", "torchvision", "tqdm", "xxhash")},
-    "PIL": "pillow",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
+    **{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"},
 }
 
 

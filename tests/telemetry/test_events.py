@@ -53,7 +53,6 @@ def test_what_a_run_is_is_told_anew_when_it_goes_on(tmp_path):
     """In which mode, for one; once is once."""
     events = Events(tmp_path)
     events.text("run", "what runs", 0)
-    events.add(dashboards.layout(["loss"], False, False), 0)
     events.scalars({"train/loss": 1.0}, 1)
     events.add(dashboards.image("batch as the model sees it", b"", (1, 1)), 0)
     events.text("run", "how it went", 2)

@@ -104,10 +104,8 @@ def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     text += "images: nothing is learned"
     if facts.labelled and share >= 2 / sum(n > 0 for n in facts.actual):
         return text + _tried(recipe, *_balances(recipe))
-    spiked = facts.guessing is not None and max(facts.losses) > 1.05 * facts.guessing
-    rates = [_lower(recipe)] if spiked else [_lower(recipe), 10 * recipe.optimizer.lr]
-    tried = _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates))
-    return f"{text}{tried}, and check that the labels are right"
+    rates = (f"optimizer.lr={rate:g}" for rate in (_lower(recipe), 10 * recipe.optimizer.lr))
+    return f"{text}{_tried(recipe, *rates)}, and check that the labels are right"
 
 
 def _memorised(facts: Facts, recipe: Recipe) -> str | None:
@@ -119,9 +117,7 @@ def _memorised(facts: Facts, recipe: Recipe) -> str | None:
     if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
         return None
     text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): "
-    others = ["augment.mixup=0.2"]
-    others += ["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)
-    others += ["loss.label_smoothing=0.1"] * (recipe.loss.label_smoothing == 0)
+    others = ["augment.mixup=0.2", *["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)]
     return f"{text}more images help{_tried(recipe, *others, by=', or ')}"
 
 

@@ -1,4 +1,4 @@
-"""A run in TensorBoard beside its curves: their layout, the images as its model sees them, and its mistakes.
+"""A run in TensorBoard beside its curves: the images as its model sees them, and its mistakes.
 
 Drawn once at the start and once at the end, on rank 0; what other ranks have comes to it there.
 """
@@ -20,13 +20,6 @@ from trainer.training.evaluation import Mistakes
 from trainer.training.run import Run
 
 SEEN, PIXELS = 32, 2**22  # samples of the first batch that are shown, and their pixels: of large images fewer
-
-
-def begin(run: Run) -> None:
-    """The layout of its charts."""
-    if run.tracker.shows:
-        pipeline = run.recipe.traits.micro_batches
-        run.tracker.show(dashboards.layout(run.task.metric_names(), pipeline, run.timer.cuda), 0)
 
 
 def first_batch(run: Run, batch: Batch) -> None:

@@ -13,7 +13,7 @@ import torchvision.io
 
 from tests.command_line import trainer
 from trainer.commands import doctor
-from trainer.commands.doctor import device_checks, software
+from trainer.commands.doctor import software
 from trainer.commands.doctor.findings import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
@@ -25,7 +25,6 @@ from trainer.processes import peers
 def quick(monkeypatch):
     monkeypatch.setattr(software, "sums", lambda backend, size: f"{backend} of {size} works")
     monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
-    monkeypatch.setattr(device_checks, "_without_driver", lambda: "")
 
 
 def rows(found):
@@ -134,12 +133,6 @@ def test_cards_that_fail_and_those_that_do_not(quick, monkeypatch):
     assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED") and found.problems == ["cuda:1 does not compute"]
     monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("no driver")))
     assert doctor.examine().problems == ["no driver"]
-
-
-def test_a_card_without_a_driver(quick, monkeypatch):
-    monkeypatch.setattr(device_checks, "_without_driver", lambda: "0000:01:00.0")
-    (problem,) = doctor.examine().problems
-    assert "(0000:01:00.0)" in problem and "driver" in problem
 
 
 @pytest.mark.full("a cold start; the texts are a table in test_peers.py")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import glob
-from contextlib import suppress
 from itertools import permutations
 
 from trainer.commands.doctor.findings import Findings
 from trainer.devices import cards, health
 
 CARDS = "cards"
-NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI's numbers: a maker, and the class of graphics and 3D controllers
 GIB = 2**30
 
 
@@ -21,11 +18,6 @@ def check_cards(report: Findings) -> int:
         report.problem(str(here.fault))
     if not here.count:
         report.row(CARDS, "none", "torch can use none of those here" if here.fault else "training runs on the CPU")
-        if not cards.device_nodes()[0] and (lost := _without_driver()):
-            report.problem(
-                f"an NVIDIA card is on the PCI bus ({lost}) but no driver serves it: install NVIDIA's driver (Ubuntu: "
-                "sudo ubuntu-drivers install) and restart; until then training runs on the CPU"
-            )
         return 0
     import torch
 
@@ -44,12 +36,3 @@ def check_cards(report: Findings) -> int:
         right = len(report.problems) == before
         report.row(CARDS, "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
     return here.count
-
-
-def _without_driver() -> str:
-    """The PCI address of an NVIDIA graphics card."""
-    for vendor in sorted(glob.glob("/sys/bus/pci/devices/*/vendor")):
-        with suppress(OSError), open(vendor) as maker, open(vendor.replace("/vendor", "/class")) as kind:
-            if maker.read().strip() == NVIDIA and kind.read().startswith(DISPLAY):
-                return vendor.split("/")[-2]
-    return ""

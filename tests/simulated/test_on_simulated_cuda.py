@@ -242,9 +242,9 @@ def check_unlike():
     report = Findings()
     check_cards(report)
     text = report.text()
-    for line in ("HBM3, 80.0 of 80.0 GiB free, compute capability 9.0", "T4, 15.0 of 15.0 GiB free", "capability 7.5"):
+    for line in ("HBM3, 80.0 of 80.0 GiB free", "T4, 15.0 of 15.0 GiB free", "right in all 2 ways"):
         assert line in text, text
-    assert text.count("none (through the host)") == 2 and text.count("computes correctly") == 2
+    assert text.count("computes correctly") == 2
     assert own_memory(Layout(load(None, "mode=ddp"), 2, ("cuda:0", "cuda:1")), 2)[0] == 15 << 30
     assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
     assert peak_flops(CARD, "fp16") == 989e12 and peak_flops(torch.device("cuda", 1), "fp16") == 65e12

@@ -119,16 +119,6 @@ def closed_port():
         return free.getsockname()[1]
 
 
-def test_a_run_is_known_where_it_was_begun(tmp_path):
-    names = iter("abc")
-    known = lambda where: loggers.known_id(tmp_path, "mlflow", where, lambda: next(names))  # noqa: E731
-    assert [known("here"), known("here"), known("there"), known("there")] == ["a", "a", "b", "b"]
-    (tmp_path / "mlflow.json").write_text('{"id": "of before"}')
-    assert known("anywhere") == "of before"
-    (tmp_path / "mlflow.json").write_text("[damaged")
-    assert known("here") == "c"
-
-
 @pytest.mark.parametrize("value", [5, ["a"], "", 1.5])
 def test_what_is_no_project(value):
     with pytest.raises(RecipeError, match=r"logging\.wandb=.* true, .*project"):

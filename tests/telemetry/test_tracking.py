@@ -16,7 +16,6 @@ from tests.command_line import BARE, environment, ok, steps
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
-from trainer.saving.files import without_nan
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
@@ -131,27 +130,10 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables", [{"TERM": "xterm", "NO_COLOR": "1"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.full)]
-)
-def test_a_terminal_that_cannot_or_a_user_who_will_not(variables, tmp_path):
-    text = on_terminal(tmp_path / "run", 80, "mode=single", **variables)
-    assert "\033[1m" not in text and "4/4" in text
-    assert ("\r" in text.replace("\r\n", "")) == (variables["TERM"] != "dumb")
-
-
 def test_in_a_file_no_line_is_rewritten(tmp_path):
     done = ok(*RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}")
     assert not {"\r", "\033"} & set(done.stdout + done.stderr)
     assert done.stdout.count("train loss") == 1 and done.stdout.count("4/4") == 1, "one rank speaks"
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(float("nan"), None), ([1, float("inf")], [1, None]), ({"a": 0.5}, {"a": 0.5}), ("x", "x")]
-)
-def test_json_knows_no_nan(value, expected):
-    assert without_nan(value) == expected
 
 
 def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path):

@@ -196,14 +196,6 @@ def test_launches_that_were_not_measured_are_no_computing():
     assert "up to" not in none.sentence and none.unmeasured is None
 
 
-def test_few_images_a_gpu_are_told():
-    recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
-    found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
-    assert found.overrides == ["batch_size=1024 optimizer.lr=0.4"] and "a GPU gets 32 images" in found.sentence
-    assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
-    assert judge(StepParts(1), RUN, recipe, Setting(4, gpu=True)).overrides == []
-
-
 def test_what_could_not_be_measured_is_said():
     recipe = load(None, "mode=ddp")
     short = judge(StepParts(1, communication=None), RUN, recipe, Setting(2))
@@ -267,8 +259,3 @@ def test_a_step_that_waits_for_photos_tells_what_readers_do(cached, words, told)
     assert re.search(r"^50% .*\b10% .*reading.*\b60% .*decoding.*\b30% .*transforming", found.sentence)
     assert found.sentence.endswith(f". T{told[1:]}")
     assert found.to_dict()["reading"] == {"read": 1.0, "decode": 6.0, "transform": 3.0, "cached": cached}
-
-
-def test_of_readers_nothing_is_told_where_nothing_waits():
-    found = judge(StepParts(1.0, data=0.1), RUN, load(None, "mode=single"), Setting(reading=Reading(1, 1, 1, 1)))
-    assert "reader" not in found.sentence and found.to_dict()["reading"] is None

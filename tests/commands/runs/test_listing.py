@@ -11,7 +11,7 @@ import pytest
 from tests.command_line import PROJECT, QUIET, ok, trainer
 from tests.commands.runs.folders import make
 from trainer.commands import runs
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import RecipeError
 from trainer.saving import locks
 
 
@@ -44,15 +44,6 @@ def test_newest_first_with_what_became_of_each(home):
     assert found["third"][0] == "local_sgd" and found["third"][4] == "-"
     assert found["fourth"][4] == "-", "a rate that scatters more than its size is none"
     assert found["fifth"][3:5] == ["-", "-"]
-
-
-def test_warnings_without_a_verdict_and_what_ended_a_run_early(home):
-    make(home / "going", status="running", verdict=None, warnings={"loss": "the loss grows"}, ended_by="epochs")
-    make(home / "ended", warnings={"loss": "the loss grows"}, ended_by="stop.patience")
-    going, ended = runs.command(["show", "going"]), runs.command(["show", "ended"])
-    assert going.count("the loss grows") == 1 and "ended by" not in going
-    assert "the loss grows" not in ended, "its verdict says so"
-    assert re.search(r"\n  ended by +stop.patience\n", ended)
 
 
 def test_every_name_is_whole_and_what_is_no_run_is_left_out(home):
@@ -129,17 +120,6 @@ def test_names_do_not_move_the_cursor(home):
     for words in ([], ["show", "a\x1b[31m\nb"]):
         text = runs.command(words)
         assert "a?[31m?b" in text and "\x1b" not in text
-
-
-def test_a_folder_that_cannot_be_listed(home, monkeypatch):
-    make(home / "good")
-
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", refused)
-    with pytest.raises(SetupError, match=r"^runs .*Permission denied"):
-        runs.command([])
 
 
 def test_no_runs_yet(home):

@@ -132,19 +132,13 @@ def test_a_machine_that_cannot_compute(tmp_path):
 SLOW = """
     import os, time
     import trainer.telemetry.rank_watch as rank_watch
-    import trainer.training.noticing as noticing
     from torch import nn
     from trainer import register_model
     from trainer.data import Loader
-    from trainer.devices.strain import Strain
 
     rank_watch.WINDOW, rank_watch.WINDOWS, rank_watch.FEW = 0.1, 2, 1
     SLOW = os.environ.get("RANK") == "1"
     whole = Loader.training
-
-    class Meter(noticing.StrainMeter):
-        def read(self):
-            return Strain(1.0, ready=0.9)
 
     class Slow(nn.Linear):
         def forward(self, x):
@@ -157,7 +151,7 @@ SLOW = """
             time.sleep(0.05 * (SLOW and not {compute}))
             yield batch
 
-    noticing.StrainMeter, Loader.training = Meter, training
+    Loader.training = training
 
     @register_model("slow")
     def slow(num_classes, channels, image_size):
@@ -182,7 +176,7 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     meanwhile, end = trained(tmp_path, *words, "model.name=slow", "max_steps=80", "epochs=9")
     [line] = [line for line in meanwhile if line.startswith("rank 1 (")]  # of moments also the other may be
     assert line == end["warnings"]["rank 1"] and "slower than the others" in line and "cpu" in line
-    assert ("90%" in line) == compute and ("images come late" in line) != compute
+    assert ("images come late" in line) != compute
     [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     assert [sentence for sentence in attempt.noticed if sentence.endswith(line)]
     assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20

@@ -20,7 +20,6 @@ from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import usable_json, write_atomically
 
-FINAL = ("best_epoch", "train_loss", "epochs", "steps", "seconds", "data_wait_fraction", "mfu")
 SOON = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # else it tries for minutes
 
 
@@ -142,9 +141,7 @@ def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> st
 
 
 def final_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a result.json that one sorts runs by."""
+    """The numbers of a result.json."""
     speed, step = result.get("throughput") or {}, result.get("step_time_s") or {}
-    wanted = [key for key in result if key.startswith(("val_", "best_"))]
-    flat = {key: result.get(key) for key in dict.fromkeys((*wanted, *FINAL))}
-    flat |= {"samples_per_sec": speed.get("samples_per_sec"), "step_time_s": step.get("mean")}
-    return {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}
+    figures = {**result, "samples_per_sec": speed.get("samples_per_sec"), "step_time_s": step.get("mean")}
+    return {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}

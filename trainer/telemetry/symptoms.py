@@ -148,14 +148,12 @@ def _cores(facts: Facts, recipe: Recipe) -> str | None:
     return text + (_tried(recipe, "threads=1", by="; or else ") if facts.threads > 1 else "")
 
 
-def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
-    """Of a rank that holds up the others, `where` it runs, and what keeps that machine from computing."""
+def slow_rank(lag: Lag, where: str) -> str:
+    """Of a rank that holds up the others, and `where` it runs."""
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
     if lag.data:
         return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
-    if 2 * strain.ready > lag.behind:
-        return f"{text}other programs had its cores for {strain.ready:.0%} of the time; type top there"
-    return f"{text}it computes more slowly; compare clocks and temperatures with another's (nvidia-smi -q, sensors)"
+    return f"{text}it computes more slowly; see what else runs there (top), and compare clocks (nvidia-smi -q, sensors)"
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainer.data import ImageSet, LabelledSource, TensorSet
-from trainer.devices.strain import Strain, StrainMeter
 from trainer.tasks import Classification
 from trainer.telemetry import symptoms
 from trainer.telemetry.symptoms import Facts
@@ -50,16 +49,9 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
     if slowest is None:
         return
     run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.state.position.step)
-    if noticed.ranks.suspect != world.rank:
-        noticed.suspected = None
-    elif noticed.suspected is None:
-        noticed.suspected = StrainMeter(world.place.local_size)
-    strain = noticed.suspected.read() if noticed.suspected else Strain()
-    lag = noticed.ranks.named()
-    if lag is None:
-        return
-    mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}", strain) if noticed.suspected else ""
-    _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
+    if (lag := noticed.ranks.named()) is not None:
+        mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}") if world.rank == lag.rank else ""
+        _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
 
 
 def _notice(run: Run, kind: str, sentence: str) -> None:

@@ -39,17 +39,15 @@ def first_batch(run: Run, batch: Batch) -> None:
 
 def mistakes(run: Run, collected: Mistakes) -> None:
     """Of the last evaluation worst.csv, and which class is taken for which. Collective."""
-    worst = collected.gathered(run.world)
-    rows = [  # of samples that have one class
+    rows = [
         wrong_labels.Doubt(
             path_of(run, mistake.place),
-            named(run, mistake.target),
-            name(run, mistake.predicted[0][0]),
+            name(run, mistake.target),
+            name(run, mistake.predicted),
             mistake.label_probability,
-            mistake.predicted[0][1],
+            mistake.predicted_probability,
         )
-        for mistake in worst
-        if mistake.label_probability is not None and mistake.predicted
+        for mistake in collected.gathered(run.world)
     ]
     if run.tracker.path is not None and not run.datasets.synthetic and rows:
         run.tracker.replace(wrong_labels.FILE, wrong_labels.table(rows))

@@ -107,5 +107,4 @@ def test_a_run_that_has_stored_a_password_goes_on_without_it(tmp_path: Path) -> 
     tree["logging"]["mlflow"] = ADDRESS
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(tree))
     assert "resuming at step" in ok(*words, "resume=auto").stdout
-    for command in (["runs", "show", tmp_path / "run"], ["runs", "show", tmp_path / "run", "--json"]):
-        assert MARK not in ok(*command).stdout
+    assert MARK not in ok("runs", "show", tmp_path / "run").stdout

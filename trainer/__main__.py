@@ -42,7 +42,7 @@ except ModuleNotFoundError as fault:  # a library is missing, as after pip insta
     sys.exit(explain(fault)[1])
 
 LAUNCH_WORDS = (*COMMANDS["train"].words, "checkpoint")
-AS_THEY_ARE = ("recipes", "guide")  # commands whose texts tell themselves how this program was started
+AS_THEY_ARE = ("submit", "recipes", "guide")  # commands whose texts tell themselves how this program was started
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 import traceback
 from importlib.util import find_spec
 
@@ -117,34 +116,27 @@ def explain(error: BaseException) -> tuple[str, int]:
         return "stopped by Ctrl-C", Interrupted.code
     if (fault := installation_fault(error)) is not None:
         return fault, SetupError.code
-    for sign, kind, advice in ADVICE:
-        if re.search(sign, f"{type(error).__name__}: {text}"):
-            return f"{text[:300]}: {advice}", kind.code
+    for sign, advice in ADVICE.items():
+        if sign in text:
+            return f"{text[:300]}: {advice}", RecipeError.code
     if is_out_of_memory(error):
         advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
         advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
         return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        name = str(error.filename)[-80:]
-        return f"a name is too long for a file or folder here ({name}): shorten it", RecipeError.code
     if isinstance(error, OSError) and is_disk_full(error):
         where = f" at {error.filename}" if error.filename else "" if error.errno in FULL else f" ({text})"
         return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
     return without_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
-# What errors of Python and torch say (after their kind's name), what they are, and what to type.
-ADVICE = (
-    ("^ValueError: Expected more than 1 value per channel", RecipeError,
-     "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"),
-    ("^RuntimeError: Could not determine home directory", RecipeError,
-     "a path begins with ~ but there is no user of that name: write the whole path"),
-    ("does not have a deterministic implementation", RecipeError, "use deterministic=false, or a model without it"),
-    ("not deterministic because it uses CuBLAS", RecipeError, "leave CUBLAS_WORKSPACE_CONFIG unset"),
-    # torch takes what lies in its folder of compiled code as it is, so every later run would end there.
-    (r"(InductorError|BackendCompilerFailed|torchinductor).*\.so: (file too short|invalid ELF header|cannot read file)",
-     SetupError, "a run was stopped while compiling it; remove that file, and the next run compiles it again"),
-)  # fmt: skip
+ADVICE = {  # what torch and Python say of settings that they cannot use, and what to type
+    "Expected more than 1 value per channel": (
+        "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"
+    ),
+    "does not have a deterministic implementation": "use deterministic=false, or a model without it",
+    "Could not determine home directory": "there is no user of a path that begins with ~: write the whole path",
+    "File name too long": "shorten the name of a file or folder",
+}
 # Files of ours, of installed libraries and of Python itself.
 NOT_THE_USERS = rf"^{re.escape(os.path.dirname(os.path.abspath(__file__)))}/|/(site|dist)-packages/|/lib/python\d"
 
@@ -165,15 +157,11 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:500]}{''.join(where)}"
 
 
-# What torchvision says beside another torch than it was built for.
-MISFITS = ("operator torchvision::", "partially initialized module 'torchvision'")
 # What pip installs with this package, unless it is told not to: name in Python -> name for pip, where they differ.
 LIBRARIES = {
     **{name: name for name in ("matplotlib", "numpy", "omegaconf", "pydantic", "safetensors", "scipy", "tensorboard")},
     **{name: name for name in ("cloudpickle", "torch", "torchvision", "tqdm", "xxhash")},
-    "PIL": "pillow",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
+    **{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"},
 }
 
 
@@ -183,13 +171,11 @@ def installation_fault(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
         missing = [pip for name, pip in LIBRARIES.items() if name == error.name or find_spec(name) is None]
         return f"not installed: {', '.join(missing)}; type pip install {' '.join(missing)}"
-    library = isinstance(error, ImportError | OSError) and (".so" in text or "DLL" in text)
-    if not any(sign in text for sign in MISFITS):
-        frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
-        if not library or not any("/torch/" in name or "/torchvision/" in name for name in frames):
-            return None
-    advice = "reinstall them, pip install --force-reinstall torch torchvision, or try more memory, ulimit -v unlimited"
-    return f"torch or torchvision cannot be loaded ({text[:160]}): {advice}"
+    library = isinstance(error, ImportError | OSError) and ".so" in text
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if "torchvision::" in text or (library and any("/torch/" in name or "/torchvision/" in name for name in frames)):
+        return f"torch cannot be loaded ({text[:160]}): pip install --force-reinstall torch torchvision"
+    return None
 
 
 def text_of(error: BaseException) -> str:
@@ -207,25 +193,7 @@ def is_disk_full(error: OSError) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
-    signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    text = text_of(error) if isinstance(error, RuntimeError | OSError) else ""
-    return any(sign in text for sign in signs) or (any(sign in text for sign in PERHAPS_MEMORY) and _card_is_full())
-
-
-# What cuBLAS and cuDNN say where there is no memory for their workspaces, and where they are broken.
-PERHAPS_MEMORY = ("unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-LITTLE = 512 * 2**20  # bytes free of a card that is full: such a workspace takes less
-
-
-def _card_is_full() -> bool:
-    """Whether a card that this process computes on has little memory left."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        if cuda is None or not cuda.is_initialized():
-            return False
-        used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
-        return any(cuda.mem_get_info(index)[0] < LITTLE for index in used)
-    except RuntimeError:  # a card that does not answer any more
-        return False
+    signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError | OSError) and any(sign in text_of(error) for sign in signs)

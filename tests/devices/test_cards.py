@@ -86,25 +86,20 @@ def test_builds_for_other_machines(machine, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("shown", "count", "says"),
+    ("shown", "count", "right"),
     [
-        ("0,0", 0, "names a card twice"),
-        ("all", 0, "'all' is not a card; type CUDA_VISIBLE_DEVICES=0,1"),
-        ("0,", 0, "'' is not a card"),
-        ("7", 0, "there is no card 7"),
-        ("0,7,1", 1, "there is no card 7, and CUDA leaves out what follows it: type CUDA_VISIBLE_DEVICES=0 for"),
-        ("GPU-8932f937,GPU-ffffffff", 1, "there is no card GPU-ffffffff"),
-        (
-            "MIG-a5f2-1,MIG-a5f2-2",
-            1,
-            "one part of a divided card, so start a training for each part: type CUDA_VISIBLE_DEVICES=MIG-a5f2-1",
-        ),
+        ("0,0", 0, "0"),
+        ("all", 0, "0"),
+        ("0,", 0, "0"),
+        ("0,7,1", 1, "0"),
+        ("GPU-8932f937,GPU-ffffffff", 1, "GPU-8932f937"),
     ],
 )
-def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, shown, count, says):
+def test_an_odd_CUDA_VISIBLE_DEVICES_is_usage(machine, monkeypatch, capsys, shown, count, right):
     machine(4, count, "No CUDA GPUs are available", shown)
     code, line, ran = typed(monkeypatch, capsys, "recipe=digits")
-    assert (code, ran, line.count("\n")) == (2, [], 1) and says in line
+    assert (code, ran, line.count("\n")) == (2, [], 1)
+    assert f"CUDA sees {count} of them: type CUDA_VISIBLE_DEVICES={right}, or" in line
 
 
 @pytest.mark.parametrize(
@@ -127,12 +122,6 @@ def test_one_of_several_cards_failed(machine, monkeypatch, capsys):
     machine(4, 1)
     monkeypatch.setattr(glob, "glob", lambda pattern: [pattern] if pattern == cards.MIG else [])
     assert resources.cuda_count() == 1  # divided cards: a process sees one part
-
-
-def test_fewer_cards_than_processes(machine, monkeypatch, capsys):
-    machine(2, 2)
-    code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "nproc=4", "batch_size=96")
-    assert code == 2 and "4 processes for 2 devices" in line and "nproc=2" in line
 
 
 @pytest.fixture

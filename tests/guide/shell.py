@@ -15,7 +15,6 @@ from trainer.commands.export import SUFFIXES
 from trainer.commands.plan import OWN as PLAN
 from trainer.commands.prove import WORDS as PROVE
 from trainer.commands.prove import find_devices
-from trainer.commands.runs import SYNONYMS
 from trainer.commands.sweep.space import OWN_WORDS as SWEEP
 from trainer.commands.sweep.space import SearchSpace
 from trainer.errors import RecipeError, SetupError
@@ -187,7 +186,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         load(None, *("data.root='-'" if word == "data.root=-" else word for word in rest if "=" in word))
         assert command != "evaluate" or "checkpoint" in own
     elif command == "runs":
-        assert not rest or rest[0] in ("show", "delete", *SYNONYMS, "FOLDER"), rest
+        assert not rest or rest[0] in ("show", "delete", "FOLDER"), rest
     elif command == "doctor":
         assert not rest
     elif command == "prove":

@@ -213,7 +213,7 @@ class Recording(Watch):
 
 
 class CpuRecorder:
-    """As `cuda_graphs.CudaRecorder`.
+    """As `cuda_graphs.StepRecorder`.
 
     Attributes:
         recordings: what was recorded.
@@ -320,5 +320,5 @@ def graphs_on_the_cpu(kind: type[CpuRecorder] = CpuRecorder) -> Iterator[list[Cp
         made.append(kind(device))
         return made[-1]
 
-    with mock.patch.multiple(cuda_graphs, possible=lambda device: True, recorder=recorder):
+    with mock.patch.multiple(cuda_graphs, possible=lambda device: True, StepRecorder=recorder):
         yield made

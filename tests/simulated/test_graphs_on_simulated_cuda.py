@@ -11,7 +11,7 @@ import torch
 from tests.simulated.simcuda import graphs, runs, simulated
 from tests.training import graphed_runs  # noqa: F401  registers models
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import CudaRecorder, NotRecorded
+from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.recipe import versions
 from trainer.training import step_graphs
 from trainer.training.step_graphs import Steps
@@ -29,7 +29,7 @@ FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4)]
 NOT_EVERY_STEP = (
     *runs.NOT_EVERY_STEP,
     "training.step_graphs.Steps.record",
-    "devices.cuda_graphs.CudaRecorder.record",
+    "devices.cuda_graphs.StepRecorder.record",
     "devices.cuda_graphs.seconds_between",
 )
 
@@ -99,7 +99,7 @@ def nobody_waits_for_it(self):
         yield
 
 
-def on_the_current_stream(self, work, plain=CudaRecorder.record):
+def on_the_current_stream(self, work, plain=StepRecorder.record):
     self.stream = torch.cuda.current_stream(self.device)
     return plain(self, work)
 
@@ -111,9 +111,9 @@ def without_a_copy(self, batch, weight, sync, plain=Steps.forward_backward):
 
 
 MUTANTS = {
-    "aside waits for nothing": (CudaRecorder, "aside", waits_for_nothing_before),
-    "nobody waits for aside": (CudaRecorder, "aside", nobody_waits_for_it),
-    "the current stream is recorded": (CudaRecorder, "record", on_the_current_stream),
+    "aside waits for nothing": (StepRecorder, "aside", waits_for_nothing_before),
+    "nobody waits for aside": (StepRecorder, "aside", nobody_waits_for_it),
+    "the current stream is recorded": (StepRecorder, "record", on_the_current_stream),
     "a loss is not cloned": (Steps, "forward_backward", without_a_copy),
 }
 
@@ -170,7 +170,7 @@ def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait, old, mon
     if old:
         of_an_old_torch(monkeypatch)
     recoveries = cuda_graphs.recoveries
-    x, recorder = torch.ones(4, device="cuda:0"), CudaRecorder(torch.device("cuda", 0))
+    x, recorder = torch.ones(4, device="cuda:0"), StepRecorder(torch.device("cuda", 0))
     with pytest.raises(NotRecorded, match="capturing"):
         recorder.record(lambda: (x.add_(1), wait(x)))
     torch.randn(2, device="cuda:0")

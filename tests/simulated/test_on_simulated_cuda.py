@@ -11,7 +11,6 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.telemetry.event_values import scalars
-from trainer.commands.doctor import software
 from trainer.commands.doctor.device_checks import check_cards
 from trainer.commands.doctor.findings import Findings
 from trainer.commands.plan import plan
@@ -139,8 +138,6 @@ def test_what_else_asks_for_cards(tmp_path):
         labels(machine)
         without_memory(machine)
         found = Findings()
-        software._build(found)
-        software.nccl(found, 1)
         assert found.problems == []
         assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
         assert check_devices(["cuda", "cpu"])[0] == CARD
@@ -245,9 +242,9 @@ def check_unlike():
     report = Findings()
     check_cards(report)
     text = report.text()
-    for line in ("HBM3, 80.0 of 80.0 GiB free, compute capability 9.0", "T4, 15.0 of 15.0 GiB free", "capability 7.5"):
+    for line in ("HBM3, 80.0 of 80.0 GiB free", "T4, 15.0 of 15.0 GiB free", "right in all 2 ways"):
         assert line in text, text
-    assert text.count("none (through the host)") == 2 and text.count("computes correctly") == 2
+    assert text.count("computes correctly") == 2
     assert own_memory(Layout(load(None, "mode=ddp"), 2, ("cuda:0", "cuda:1")), 2)[0] == 15 << 30
     assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
     assert peak_flops(CARD, "fp16") == 989e12 and peak_flops(torch.device("cuda", 1), "fp16") == 65e12

@@ -23,7 +23,7 @@ from trainer.commands.plan import speed_probe
 from trainer.commands.prove import prove_probe
 from trainer.data import Batch
 from trainer.data.photos.copies import Copies
-from trainer.devices.cuda_graphs import CudaRecorder, seconds_between
+from trainer.devices.cuda_graphs import StepRecorder, seconds_between
 from trainer.devices.health import unfinished
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.partition import trace
@@ -331,7 +331,7 @@ def hung(machine):
 
 def recorded(machine):
     """Work beside the current stream, recorded work between launched work, and the time that it takes."""
-    recorder, x = CudaRecorder(CARD), torch.zeros(3, device=CARD)
+    recorder, x = StepRecorder(CARD), torch.zeros(3, device=CARD)
     x.add_(1)
     with recorder.aside():
         y = x * 2
@@ -367,8 +367,8 @@ USES = {
 
 # What no simulation needs, each with its reason.
 OF_CARDS = {
-    "devices/cuda_graphs.py CudaRecorder.record: torch.cuda.synchronize(self.device)": "as torch before a capture",
-    "devices/cuda_graphs.py CudaRecorder._recover: torch.cuda.synchronize(self.device)": "after a driver's error",
+    "devices/cuda_graphs.py StepRecorder.record: torch.cuda.synchronize(self.device)": "as torch before a capture",
+    "devices/cuda_graphs.py StepRecorder._recover: torch.cuda.synchronize(self.device)": "after a driver's error",
     # Where a middle stage's backward pass still reads its input, as nothing goes back to a frozen stage before it.
     "modes/pipeline/streams.py Edge.settle: stream.wait_stream(self.target.stream)": "of three cards and more",
     "modes/pipeline/streams.py Edge.settle: self.source.stream.wait_stream(self.streams[0])": "likewise",

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.simulated.simcuda import simulated
 from tests.simulated.tape import CpuRecorder, is_recording
-from trainer.devices.cuda_graphs import CudaRecorder, NotRecorded
+from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 
 
 @pytest.fixture(params=["tape", "cards"])
@@ -19,7 +19,7 @@ def recorder(request):
         yield CpuRecorder(torch.device("cpu"))
     else:
         with simulated(1) as machine:
-            recorder = CudaRecorder(torch.device("cuda", 0))
+            recorder = StepRecorder(torch.device("cuda", 0))
             yield recorder
             assert {error.partition(":")[0] for error in machine.errors} == getattr(recorder, "expected", set())
 

@@ -53,15 +53,9 @@ def test_what_a_run_is_is_told_anew_when_it_goes_on(tmp_path):
     """In which mode, for one; once is once."""
     events = Events(tmp_path)
     events.text("run", "what runs", 0)
-    for summary in (
-        dashboards.layout(["loss"], {}, False, False),
-        *dashboards.columns({"mode": "ddp"}, {}, {"loss": "loss"}),
-    ):
-        events.add(summary, 0)
     events.scalars({"train/loss": 1.0}, 1)
     events.add(dashboards.image("batch as the model sees it", b"", (1, 1)), 0)
     events.text("run", "how it went", 2)
-    events.add(dashboards.ended(), 2)
     events.close()
     trim_events(tmp_path, Position(2, 1, 0))
     assert written(tmp_path) == [("train/loss", 1), ("view/1 batch as the model sees it", 0)]

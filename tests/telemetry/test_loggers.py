@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.command_line import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, result
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
@@ -65,32 +65,22 @@ def test_all_values_arrive_in_order_and_how_it_ended(track, words):
     assert StandIn.last.given == [*((n, {"train/loss": 1 / n}) for n in range(1, 50)), "completed"]
 
 
-@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("where", ["__init__", "scalars", "finish"])
-def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, hangs, capsys, monkeypatch):
-    go_on = threading.Event()
-
+def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys):
     class Broken(StandIn):
         pass
 
     def fail(*_):
-        if hangs:
-            go_on.wait(60)
         raise SystemExit("the server\nsaid no")
 
-    if hangs and where == "scalars":
-        pytest.skip("both libraries return at once there")
     setattr(Broken, where, fail)
-    monkeypatch.setattr(loggers, "PATIENCE", 0.1)
     tracker = track(Broken)
     for step in range(1, 4):
         tracker.scalars({"train/loss": 1.0}, step)
     tracker.result({"status": "completed"})
     tracker.close()
-    go_on.set()
-    reason = "it did not answer within 0.1 s" if hangs else "SystemExit: the server said no"
     out = capsys.readouterr().out
-    assert out.count("warning: logging.wandb lacks") == 1 and f"({reason})\n" in out
+    assert out.count("warning: logging.wandb lacks") == 1 and "(SystemExit: the server said no)\n" in out
     assert loggers.interrupts.stuck.is_set(), "the library would wait at the end of the process"
 
 
@@ -129,16 +119,6 @@ def closed_port():
         return free.getsockname()[1]
 
 
-def test_a_run_is_known_where_it_was_begun(tmp_path):
-    names = iter("abc")
-    known = lambda where: loggers.known_id(tmp_path, "mlflow", where, lambda: next(names))  # noqa: E731
-    assert [known("here"), known("here"), known("there"), known("there")] == ["a", "a", "b", "b"]
-    (tmp_path / "mlflow.json").write_text('{"id": "of before"}')
-    assert known("anywhere") == "of before"
-    (tmp_path / "mlflow.json").write_text("[damaged")
-    assert known("here") == "c"
-
-
 @pytest.mark.parametrize("value", [5, ["a"], "", 1.5])
 def test_what_is_no_project(value):
     with pytest.raises(RecipeError, match=r"logging\.wandb=.* true, .*project"):
@@ -161,13 +141,6 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch):
     with pytest.raises(SetupError, match="pip install mlflow"):
         check_loggers(load("digits", "logging.mlflow=http://127.0.0.1:5000"))
     check_loggers(load("digits", "logging.mlflow=false"))
-
-
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_the_command_line_says_what_to_install(tmp_path):
-    done = trainer(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}")
-    assert (done.returncode, done.stdout) == (3, "") and not (tmp_path / "run").exists()
-    assert re.fullmatch(r"trainer: error: logging\.wandb .*pip install wandb, .*logging\.wandb=null\n", done.stderr)
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")

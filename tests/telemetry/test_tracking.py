@@ -13,27 +13,12 @@ from contextlib import suppress
 import pytest
 
 from tests.command_line import BARE, environment, ok, steps
-from tests.telemetry.event_values import written
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
-from trainer.saving.files import without_nan
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
-
-
-def test_a_resumed_run_has_its_page_once(tmp_path):
-    recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
-    (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)  # what is saved is continued
-    for position in (Position(0, 0, 0), Position(5, 0, 5), Position(10, 1, 0)):
-        tracker = Tracker(recipe, RunFolder(recipe))
-        tracker.start(position, 10, "top1")
-        tracker.text("run", "what runs", 0)
-        tracker.text("run", "how it went", 10)
-        tracker.close()
-    texts = [place for place in written(tmp_path / "run") if "text_summary" in place[0]]
-    assert texts == [("run/text_summary", 0), ("run/text_summary", 10)]
 
 
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):
@@ -145,27 +130,10 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables", [{"TERM": "xterm", "NO_COLOR": "1"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.full)]
-)
-def test_a_terminal_that_cannot_or_a_user_who_will_not(variables, tmp_path):
-    text = on_terminal(tmp_path / "run", 80, "mode=single", **variables)
-    assert "\033[1m" not in text and "4/4" in text
-    assert ("\r" in text.replace("\r\n", "")) == (variables["TERM"] != "dumb")
-
-
 def test_in_a_file_no_line_is_rewritten(tmp_path):
     done = ok(*RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}")
     assert not {"\r", "\033"} & set(done.stdout + done.stderr)
     assert done.stdout.count("train loss") == 1 and done.stdout.count("4/4") == 1, "one rank speaks"
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(float("nan"), None), ([1, float("inf")], [1, None]), ({"a": 0.5}, {"a": 0.5}), ("x", "x")]
-)
-def test_json_knows_no_nan(value, expected):
-    assert without_nan(value) == expected
 
 
 def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 
 from tests.pages import GUIDE
 from tests.typed import odd
-from trainer.devices import precision
 from trainer.recipe import load
 from trainer.recipe.checks import launched_because
 from trainer.telemetry import verdict
@@ -17,11 +16,6 @@ from trainer.telemetry.verdict import PARTS, Reading, Setting, StepParts, Verdic
 
 FASTER = ("compile=true", "graphs=true")
 RUN = {"steps": 90.0, "start-up": 4.0, "evaluation": 6.0}
-
-
-@pytest.fixture(autouse=True)
-def no_bf16(monkeypatch):
-    monkeypatch.setattr(verdict, "_bf16_is_faster", lambda: False)
 
 
 def test_shares_add_up_to_one():
@@ -202,14 +196,6 @@ def test_launches_that_were_not_measured_are_no_computing():
     assert "up to" not in none.sentence and none.unmeasured is None
 
 
-def test_few_images_a_gpu_are_told():
-    recipe = load(None, "batch_size=256", "schedule.warmup_epochs=1", "precision=bf16", "compile=true")
-    found = judge(StepParts(1), RUN, recipe, Setting(8, gpu=True, images=50_000))
-    assert found.overrides == ["batch_size=1024 optimizer.lr=0.4"] and "a GPU gets 32 images" in found.sentence
-    assert not judge(StepParts(1), RUN, recipe, Setting(8, images=50_000)).sentence.count("a GPU gets")
-    assert judge(StepParts(1), RUN, recipe, Setting(4, gpu=True)).overrides == []
-
-
 def test_what_could_not_be_measured_is_said():
     recipe = load(None, "mode=ddp")
     short = judge(StepParts(1, communication=None), RUN, recipe, Setting(2))
@@ -221,7 +207,6 @@ def test_what_could_not_be_measured_is_said():
 
 MANY = {
     "rank 1": "rank 1 was slower", "learning rate": "the rate still rises", "cores": "others kept the cores",
-    "rate": "images/s vary: measure longer: try epochs=100",
 }  # fmt: skip
 
 
@@ -234,7 +219,7 @@ def test_each_advice_is_a_line_and_what_matters_most_is_the_first():
     first, *machine, step, short = said(run=brief, **MANY)
     assert first == MANY["learning rate"] and machine == [MANY["rank 1"], MANY["cores"]]
     assert "100% of the step" in step and "try" not in step
-    assert "too short" in short and all(word in short for word in ("30%", "start-up", "80%", MANY["rate"]))
+    assert "too short" in short and all(word in short for word in ("30%", "start-up", "80%"))
     assert len(said()) == 2 and len(said("mode=single")) == 2, "the step, and what the run is too short for"
     _, apart = judge(StepParts(1), {"steps": 2.0, "evaluation": 6.0}, load(None), Setting()).sentence.splitlines()
     assert "evaluation" in apart and "too short" not in apart
@@ -257,10 +242,6 @@ def test_written_forms():
     found = judge(StepParts(0.25, data=0.1), RUN, load(None), Setting(), probe_seconds=0.02)
     assert odd(found.to_dict(), Verdict) == [] and (*found.step,) == PARTS
     assert found.to_dict()["run"] == pytest.approx({"steps": 0.9, "start-up": 0.04, "evaluation": 0.06})
-    told = found.to_markdown()
-    assert re.search(r"^- a step \(250 ms\): compute 60\.0%, data 40\.0%$", told, re.M), told
-    assert "- the run: steps 90.0%, evaluation 6.0%, start-up 4.0%" in told
-    assert len(told.splitlines()) == 4, "TensorBoard shows some 20 lines of a page and cuts the rest"
 
 
 @pytest.mark.parametrize(
@@ -278,15 +259,3 @@ def test_a_step_that_waits_for_photos_tells_what_readers_do(cached, words, told)
     assert re.search(r"^50% .*\b10% .*reading.*\b60% .*decoding.*\b30% .*transforming", found.sentence)
     assert found.sentence.endswith(f". T{told[1:]}")
     assert found.to_dict()["reading"] == {"read": 1.0, "decode": 6.0, "transform": 3.0, "cached": cached}
-
-
-def test_of_readers_nothing_is_told_where_nothing_waits():
-    found = judge(StepParts(1.0, data=0.1), RUN, load(None, "mode=single"), Setting(reading=Reading(1, 1, 1, 1)))
-    assert "reader" not in found.sentence and found.to_dict()["reading"] is None
-
-
-@pytest.mark.parametrize(("speed", "advised"), [(0.6, []), (1.1, []), (1.6, ["precision=bf16"])])
-def test_bf16_is_advised_on_a_cpu_that_was_measured_to_gain_by_it(monkeypatch, speed, advised):
-    monkeypatch.undo()
-    monkeypatch.setattr(precision, "cpu_speed", {"bf16": speed}.__getitem__)
-    assert list(judge(StepParts(1), RUN, load(None, "mode=single"), Setting()).overrides) == advised

@@ -88,21 +88,6 @@ def test_a_slow_all_reduce(slow):
 
 
 @pytest.mark.slow
-def test_unbalanced_cuts(tmp_path):
-    words = ["recipe=digits_pipeline", "nproc=2", "model.name=vit_tiny", "pipeline.cuts=[add_1]"]
-    found = judged(tmp_path, *words, "pipeline.microbatches=8", "batch_size=32", "max_steps=15", "epochs=2", "ema=null")
-    assert found["bound"] == "bubble" and found["try"][0] == "pipeline.cuts=auto", found
-    assert "stage 1 works" in found["sentence"]
-
-
-@pytest.mark.slow
-def test_nothing_but_computing(tmp_path):
-    words = ["recipe=digits_single", "data.name=synthetic", "data.image_size=32", "model.name=resnet20"]
-    found = judged(tmp_path, *words, "data.val_samples=64", "threads=1", "batch_size=64", "max_steps=12", "epochs=2")
-    assert found["bound"] == "compute" and found["step"]["compute"] > 0.7, found
-
-
-@pytest.mark.slow
 def test_the_probe_leaves_no_trace(tmp_path):
     """A run that was looked at and one that was not, the same to the last byte; BatchNorm, dropout and all."""
     words = ["recipe=digits", "nproc=2", "model.name=cnn", "epochs=10", "max_steps=60", "logging.every_steps=10"]

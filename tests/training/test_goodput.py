@@ -1,6 +1,5 @@
 """What a run's time went into, over attempts that end in every way."""
 
-import json
 import os
 import signal
 import time
@@ -64,10 +63,8 @@ def test_the_page_of_the_run_shows_it(story, monkeypatch):
     folder, _ = story
     monkeypatch.chdir(folder.parent)
     page = runs.command(["show", str(folder)])
-    assert "in 5 attempts" in page and all(part in page for part in ("start-up: ", "redone steps", "not finite"))
-    found = json.loads(runs.command(["show", str(folder), "--json"]))["goodput"]
-    add_up(found)
-    assert found["wall_s"] >= result(folder)["goodput"]["wall_s"] and len(found["ends"]) == 5
+    assert "in 5 attempts" in page and all(part in page for part in ("start-up", "redone steps", "not finite"))
+    assert page.count("  step ") == 5
 
 
 def test_tensorboard_has_it_at_the_end_of_each_epoch(tmp_path):
@@ -86,11 +83,11 @@ def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
         with warm.Popen(command, env=environment()) as running:
             when(lambda n=number, begun=begun: any(map(begun, read_journal(path)[0][n:])))
             if number:
-                assert len(json.loads(runs.command(["show", "run", "--json"]))["goodput"]["ends"]) == 1
+                assert runs.command(["show", "run"]).count("  step ") == 1
             running.send_signal(signal.SIGTERM)
             assert running.wait(60) == 143
     assert [line.end for line in read_journal(path)[0]] == ["SIGTERM", "SIGTERM"]
-    assert len(json.loads(runs.command(["show", "run", "--json"]))["goodput"]["ends"]) == 2
+    assert runs.command(["show", "run"]).count("  step ") == 2
 
 
 def test_a_start_that_fails_with_a_sentence_leaves_no_journal(tmp_path):

@@ -5,9 +5,9 @@ import torch
 
 from trainer.data import Batch
 from trainer.recipe import load
-from trainer.tasks import Classification, Multilabel, Regression, Task
+from trainer.tasks import Classification, Multilabel
 from trainer.training import evaluation
-from trainer.training.evaluation import ONE_BY_ONE, WORST, Mistakes
+from trainer.training.evaluation import Mistakes
 
 
 class Ranks:
@@ -47,9 +47,8 @@ def test_the_worst_are_found_by_their_places_and_padding_is_left_out():
     found.add(logits([1, 1, 2, 2], 6.0), batch([1, 0, 0, 0], 2, 4))  # sample 5 is, more surely; two rows are padding
     worst = found.gathered(Ranks())
     assert [one.place for one in worst[:2]] == [5, 2] and {one.place for one in worst} == set(range(6))
-    assert worst[0].predicted[0][0] == 1 and worst[0].predicted[0][1] > 0.9 and int(worst[0].target) == 0
+    assert (worst[0].predicted, worst[0].target) == (1, 0) and worst[0].predicted_probability > 0.9
     assert found.pairs.tolist() == [[2, 1, 0], [0, 2, 1], [0, 0, 0]]
-    assert found.hits.tolist() == [2, 2, 0] and found.counts.tolist() == [3, 3, 0]
 
 
 def test_ranks_are_added_and_those_without_outputs_add_nothing():
@@ -61,7 +60,7 @@ def test_ranks_are_added_and_those_without_outputs_add_nothing():
     found.add(logits([0, 1]), batch([0, 0], 2))
     worst = found.gathered(Ranks(catch.value, None))
     assert [one.place for one in worst[:2]] == [5, 1]
-    assert found.pairs.sum() == 4 and found.counts.tolist() == [3, 0, 1]
+    assert found.pairs.sum(1).tolist() == [3, 0, 1]
     assert Mistakes(task).gathered(Ranks(None)) == []
 
 
@@ -86,41 +85,17 @@ def test_the_worst_of_many_are_kept(monkeypatch):
 def test_of_samples_that_were_left_out_the_others_keep_their_places():
     found = Mistakes(Classification(RECIPE, ["a", "b", "c"]))
     found.add(logits([0, 2, 2, 0]), Batch(torch.empty(0), torch.tensor([0, 1, 2, 0]), 3, [4, 6, 7]))
-    assert [one.place for one in found.gathered(Ranks())] == [6, 4, 7] and found.counts.sum() == 3
+    assert [one.place for one in found.gathered(Ranks())] == [6, 4, 7] and found.pairs.sum() == 3
 
 
-def test_labels_and_values_have_worst_samples_and_no_classes():
-    recipe = load("digits", "task.name=multilabel")
-    labels = Mistakes(Multilabel(recipe, ["a", "b"]))
+def test_what_has_not_one_class_has_no_mistakes():
+    labels = Mistakes(Multilabel(load("digits", "task.name=multilabel"), ["a", "b"]))
     labels.add(torch.tensor([[5.0, -5.0], [5.0, 5.0]]), batch([[1.0, 0.0], [0.0, 0.0]], 2))
-    assert [one.place for one in labels.gathered(Ranks())] == [1, 0] and labels.counts is None
-    values = Mistakes(Regression(load("digits", "task.name=regression"), ["age"]))
-    values.add(torch.tensor([[1.0], [2.0]]), batch([[1.1], [9.0]], 2))
-    worst = values.gathered(Ranks())
-    assert [one.place for one in worst] == [1, 0] and worst[0].loss == pytest.approx(49.0)
-    assert worst[0].predicted == ((0, 2.0),) and worst[0].label_probability is None
+    assert labels.gathered(Ranks()) == [] and labels.pairs is None
 
 
-class Own(Task):
-    """A user's task: a loss and nothing else."""
-
-    def loss(self, outputs, targets):
-        self.asked = getattr(self, "asked", 0) + 1
-        return torch.nn.functional.cross_entropy(outputs, targets)
-
-
-def test_a_task_with_a_loss_alone_is_asked_one_by_one_and_not_for_ever():
-    task = Own(RECIPE, ["a", "b", "c"])
-    found = Mistakes(task)
-    for _ in range(4):
-        found.add(torch.randn(300, 3), batch(torch.randint(3, (300,)), 300))
-    worst = found.gathered(Ranks())
-    assert len(worst) == WORST and all(one.predicted == () for one in worst) and task.asked == ONE_BY_ONE
-    assert found.counts.sum() == 1200
-
-
-class Broken(Own):
-    def loss(self, outputs, targets):
+class Broken(Classification):
+    def label_probabilities(self, outputs, targets):
         raise ZeroDivisionError
 
 

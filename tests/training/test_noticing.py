@@ -13,7 +13,6 @@ from trainer.recipe import load
 from trainer.saving.journal import read_journal
 
 SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "threads=1"]
-MACHINE = {"cores", "rate"}
 DIGITS = ["recipe=digits_single", *SMALL]
 CHARTED = [word for word in SMALL if "tensorboard" not in word]
 MADE = """
@@ -95,7 +94,7 @@ def lines(text):
 
 def learning(end):
     """The kinds of what is wrong with the learning; the machine may be busy with other tests."""
-    return end["warnings"].keys() - MACHINE
+    return end["warnings"].keys() - {"cores"}
 
 
 def test_a_loss_above_guessing(tmp_path):
@@ -122,15 +121,6 @@ def test_learned_by_heart(made):
     assert sum("training is perfect" in line for line in meanwhile) == 1
 
 
-@pytest.mark.slow
-def test_a_class_never_predicted(made):
-    words = ["plugin=made", "data.name=one_three", *DIGITS, "epochs=8"]
-    _, end = trained(made, *words)
-    assert learning(end) == {"never predicted"} and "predicted as 3," in end["warnings"]["never predicted"]
-    ok("recipe=digits_single", "plugin=made", *instead(words, "data.balance=true"), "output=balanced", cwd=made)
-    assert "never predicted" not in learning(result(made / "balanced"))
-
-
 def test_a_machine_that_cannot_compute(tmp_path):
     found = "others=0.55"
     (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED.format(found=found)))
@@ -142,19 +132,13 @@ def test_a_machine_that_cannot_compute(tmp_path):
 SLOW = """
     import os, time
     import trainer.telemetry.rank_watch as rank_watch
-    import trainer.training.noticing as noticing
     from torch import nn
     from trainer import register_model
     from trainer.data import Loader
-    from trainer.devices.strain import Strain
 
     rank_watch.WINDOW, rank_watch.WINDOWS, rank_watch.FEW = 0.1, 2, 1
     SLOW = os.environ.get("RANK") == "1"
     whole = Loader.training
-
-    class Meter(noticing.StrainMeter):
-        def read(self):
-            return Strain(1.0, ready=0.9)
 
     class Slow(nn.Linear):
         def forward(self, x):
@@ -167,7 +151,7 @@ SLOW = """
             time.sleep(0.05 * (SLOW and not {compute}))
             yield batch
 
-    noticing.StrainMeter, Loader.training = Meter, training
+    Loader.training = training
 
     @register_model("slow")
     def slow(num_classes, channels, image_size):
@@ -192,7 +176,7 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     meanwhile, end = trained(tmp_path, *words, "model.name=slow", "max_steps=80", "epochs=9")
     [line] = [line for line in meanwhile if line.startswith("rank 1 (")]  # of moments also the other may be
     assert line == end["warnings"]["rank 1"] and "slower than the others" in line and "cpu" in line
-    assert ("90%" in line) == compute and ("images come late" in line) != compute
+    assert ("images come late" in line) != compute
     [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     assert [sentence for sentence in attempt.noticed if sentence.endswith(line)]
     assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20
@@ -214,17 +198,14 @@ def healthy(number, folder):
     given = {word.partition("=")[0] for word in varied}
     kept = [word for word in words if word.partition("=")[0] not in given]
     meanwhile, end = trained(folder, *DIGITS, *kept, *varied)
-    before = [line for line in meanwhile if not re.match("other programs|images/s scatter", line)]
+    before = [line for line in meanwhile if not re.match("other programs", line)]
     return [*learning(end), *before], [*kept, *varied], end["losses"], end["val_top1"]
 
 
-def test_a_healthy_run_is_told_nothing(tmp_path):
-    wrong, *run = healthy(7, tmp_path)
-    assert not wrong, run
+FULL = pytest.mark.full("a hundred runs")
 
 
-@pytest.mark.full("a hundred runs")
-@pytest.mark.parametrize("number", range(102))
-def test_a_hundred_healthy_runs_are_told_nothing(number, tmp_path):
+@pytest.mark.parametrize("number", [7, *(pytest.param(number, marks=FULL) for number in range(102) if number != 7)])
+def test_healthy_runs_are_told_nothing(number, tmp_path):
     wrong, *run = healthy(number, tmp_path)
     assert not wrong, run

@@ -6,7 +6,7 @@ Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
 
 from trainer.data.datasets import open_datasets
 from trainer.data.loaders import Loader, steps_per_epoch
-from trainer.data.photos.photo_reader import as_pictures, held_out_pictures
+from trainer.data.photos.photo_reader import as_pictures
 from trainer.data.registered import register_dataset
 from trainer.data.sets import (
     Batch,
@@ -34,7 +34,6 @@ __all__ = [
     "TensorSet",
     "TensorSpec",
     "as_pictures",
-    "held_out_pictures",
     "open_datasets",
     "register_dataset",
     "steps_per_epoch",

@@ -10,8 +10,8 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,44 +25,9 @@ class NotRecorded(Exception):
     """Why some work cannot be repeated without its Python."""
 
 
-class StepRecorder(Protocol):
-    """Of one device. What it records shares memory, and is replayed in any order, one after the other."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """What is computed in here is computed where recordings are made: to get libraries ready for one."""
-
-    def rehearsal(self) -> AbstractContextManager[list[str]]:
-        """Gives, after its end, where the host waited for the device in it: such work cannot be recorded."""
-
-    def record(
-        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
-    ) -> tuple[Callable[[], None], Made]:
-        """What replays `work`, and what it gave: tensors that each replay fills anew.
-
-        `stream`: where it is recorded, if not where `aside` computes: where the work was computed before.
-
-        Raises:
-            NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
-        """
-
-    def beside(self, device: torch.device) -> StepRecorder:
-        """The one of another device for the same step, closed with this one; itself where it is its own."""
-
-    def now(self) -> Any:
-        """A moment on the device."""
-
-    def close(self) -> None:
-        """Give the memory back; nothing is replayed any more."""
-
-
 def possible(device: torch.device) -> bool:
     """Whether the device has graphs."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def recorder(device: torch.device) -> StepRecorder:
-    """Of a device that has them."""
-    return CudaRecorder(device)
 
 
 def host_draws() -> tuple[Any, ...]:
@@ -82,23 +47,28 @@ def restore(drawn: tuple[Any, ...]) -> bool:
 recoveries = 0  # times that a generator got another state: what was recorded before draws from one that nobody has
 
 
-class CudaRecorder:
-    """`torch.cuda.CUDAGraph`s on a stream of their own, over one pool of memory."""
+class StepRecorder:
+    """Of one device: `torch.cuda.CUDAGraph`s on a stream of their own, over one pool of memory.
+
+    They are replayed in any order, one after the other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._beside: dict[torch.device, CudaRecorder] = {device: self}
+        self._beside: dict[torch.device, StepRecorder] = {device: self}
 
-    def beside(self, device: torch.device) -> CudaRecorder:
+    def beside(self, device: torch.device) -> StepRecorder:
+        """The one of another device for the same step, closed with this one; itself where it is its own."""
         if device not in self._beside:
-            self._beside[device] = CudaRecorder(device)
+            self._beside[device] = StepRecorder(device)
         return self._beside[device]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
+        """What is computed in here is computed where recordings are made: to get libraries ready for one."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -107,7 +77,10 @@ class CudaRecorder:
 
     @contextmanager
     def rehearsal(self) -> Iterator[list[str]]:
-        """Torch tells of most waits, not of all: it calls this a prototype."""
+        """Gives, after its end, where the host waited for the device in it: such work cannot be recorded.
+
+        Torch tells of most waits, not of all: it calls this a prototype.
+        """
         waits: list[str] = []
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -123,6 +96,13 @@ class CudaRecorder:
     def record(
         self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
     ) -> tuple[Callable[[], None], Made]:
+        """What replays `work`, and what it gave: tensors that each replay fills anew.
+
+        `stream`: where it is recorded, if not where `aside` computes: where the work was computed before.
+
+        Raises:
+            NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
+        """
         # Not `torch.cuda.graph`: where a recording fails it leaves its stream as the current one.
         torch.cuda.synchronize(self.device)
         if self.pool is None:
@@ -177,11 +157,13 @@ class CudaRecorder:
             generator.graphsafe_set_state(generator.clone_state())
 
     def now(self) -> torch.cuda.Event:
+        """A moment on the device."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def close(self) -> None:
+        """Give the memory back; nothing is replayed any more."""
         for device, other in self._beside.items():
             if device != self.device:
                 other.close()

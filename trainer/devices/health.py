@@ -5,14 +5,12 @@ A run asks it of the cards that it trains on, as it starts, and `python -m train
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from trainer.devices.cards import CUDA_12
 from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -33,37 +31,15 @@ def check_card(device: torch.device, count: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own pages about a card that it has no code for
             name = f"{device} ({torch.cuda.get_device_name(device)})"
-            capability = torch.cuda.get_device_capability(device)
-        builds = [] if torch.version.hip else torch.cuda.get_arch_list()
-        if builds and not runs_on(capability, builds):
-            has = f"has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} has code for"
-            raise SetupError(f"{name} {has} {', '.join(builds)}: install a newer torch, or {CUDA_12}; or {without}")
         total = int(torch.arange(4096, device=device).sum())
     except RuntimeError as error:
         if is_out_of_memory(error):
             what = f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it"
             raise DeviceMemoryError(f"{what}; or {without}") from error
-        reason = " ".join(str(error).split())[:160]
-        raise SetupError(
-            f"{name} does not compute ({reason}): nvidia-smi -q and dmesg tell more; or {without}"
-        ) from error
+        reason = " ".join(str(error).split())[:160]  # "no kernel image is available": torch has no code for it
+        raise SetupError(f"{name} does not compute with torch {torch.__version__} ({reason}): {without}") from error
     if total != 4096 * 4095 // 2:
         raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
-
-
-def runs_on(capability: tuple[int, int], builds: Iterable[str]) -> bool:
-    """Whether a build's code runs on a card: machine code (sm_86) within its generation, from its own number on;
-    PTX (compute_86) on every later one; code for one chip (sm_90a) or family (sm_100f) no further than that."""
-    card = 10 * capability[0] + capability[1]
-    for build in builds:
-        match = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", build)
-        if not match:
-            continue
-        number, only = int(match[2]), match[3]
-        last = number if only == "a" else 999 if match[1] == "compute" and not only else number // 10 * 10 + 9
-        if number <= card <= last:
-            return True
-    return False
 
 
 def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:

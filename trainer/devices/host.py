@@ -42,15 +42,6 @@ def memory_limit() -> int | None:
     return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
 
 
-def group_setting(controller: str, *names: str) -> str:
-    """The text of the first such file of this process's control group or one around it; empty where there is none."""
-    for folder in _groups(controller):
-        for name in names:
-            with suppress(OSError):
-                return (folder / name).read_text().strip()
-    return ""
-
-
 def _groups(controller: str) -> list[Path]:
     """Folders of this process's control group and of those around it, of both versions, from the inside out."""
     lines = ["0::/", f"1:{controller}:/"]  # in a container its group is the outermost

@@ -22,7 +22,6 @@ class Strain:
 
     seconds: float = 0.0  # since then
     others: float = 0.0  # share of the time of the cores that other programs had, while this one was ready to compute
-    ready: float = 0.0  # share of the time that a thread of this process was ready to compute and had no core
 
 
 class StrainMeter:
@@ -36,7 +35,7 @@ class StrainMeter:
         """What happened so far."""
         seconds = max(1e-9, time.perf_counter() - self._begun)
         ready = max((waited - self._waits.get(thread, 0.0) for thread, waited in _waits().items()), default=0.0)
-        return Strain(seconds, self._others(seconds, ready), min(1.0, ready / seconds))
+        return Strain(seconds, self._others(seconds, ready))
 
     def _others(self, seconds: float, ready: float) -> float:
         (busy, stolen), cores = core_seconds(), len(_affinity())

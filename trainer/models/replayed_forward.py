@@ -93,7 +93,7 @@ class ReplayedForward:
 
     def _aside(self) -> AbstractContextManager[None]:
         if self._recorder is None:
-            self._recorder = cuda_graphs.recorder(self._device)
+            self._recorder = cuda_graphs.StepRecorder(self._device)
         return self._recorder.aside()
 
     def _replayed(self, inputs: Tensor) -> Tensor:
@@ -148,7 +148,8 @@ class ReplayedForward:
         assert self._recorder is not None
         with undisturbed(self._modules, self._device, weights=True):
             before = self._on_the_host()
-            with self._recorder.rehearsal() if watched else nullcontext([]) as waits:
+            watch: AbstractContextManager[list[str]] = self._recorder.rehearsal() if watched else nullcontext([])
+            with watch as waits:
                 outputs = work()  # type: ignore[call-arg]
             after = self._on_the_host()
             if waits:

@@ -95,9 +95,6 @@ class Classification(OfClasses):
         weighted = shares * self.weights.on(outputs.device)
         return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, reduction="none")
-
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Small ones differ too, as a float32 could not."""
         return (-cross_entropy(outputs.float(), targets, reduction="none")).double().exp()
@@ -212,9 +209,6 @@ class Multilabel(OfClasses):
         """Of logits (N, classes) and labels (N, classes) between 0 and 1."""
         weights = None if self.weights is None else self.weights.on(outputs.device)
         return binary_cross_entropy_with_logits(self._of_names(outputs), targets, pos_weight=weights)
-
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return binary_cross_entropy_with_logits(self._of_names(outputs), targets, reduction="none").mean(1)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs = self._of_names(outputs)

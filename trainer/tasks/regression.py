@@ -63,9 +63,6 @@ class Regression(Task):
         """Of predictions (N, values) and targets (N, values)."""
         return mse_loss(outputs, targets)
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return mse_loss(outputs, targets, reduction="none").mean(1)
-
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, targets = outputs.double(), targets.double()
         error = outputs - targets

@@ -82,10 +82,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(N,): how wrong each row is, by which the worst predictions are found. One at a time where `loss` is all."""
-        return torch.stack([self.loss(outputs[n : n + 1], targets[n : n + 1]) for n in range(len(outputs))])
-
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """(N,) float64: the probability of each row's one class, by which wrong labels are found; None: it has no such.
 

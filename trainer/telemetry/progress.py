@@ -40,10 +40,8 @@ class Progress:
         elif self._show and now >= self._next and self._done and count:
             self._next = now + SECONDS
             seconds = count * ((now - self._start) / self._done if each is None else each)
-            print(
-                f"  {self._what}: {self._done:,} of {self._total:,} {self._unit}s, about {duration(seconds)} left",
-                flush=True,
-            )
+            done = f"{self._done:,} of {self._total:,} {self._unit}s"
+            print(f"  {self._what}: {done}, about {duration(seconds)} left", flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

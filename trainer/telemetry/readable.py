@@ -123,17 +123,11 @@ def parse_bandwidth(word: str) -> float:
 
 
 def _amount(key: str, word: str, units: dict[str, float], example: str, listed: str) -> float:
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]*)", word)
-    names = {unit.lower(): unit for unit in units}
-    unit = names.get(match[2].lower()) if match else None
-    if match is None or (match[2] and unit is None):
-        raise RecipeError(f"{key}={word[:40]} is not an amount: write {key}={example}, in {listed}")
-    if unit is None:
-        wanted = example.lstrip("0123456789")
-        raise RecipeError(f"{key}={word} has no unit: write {key}={word}{wanted}, in {listed}")
-    amount = float(match[1]) * units[unit]
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]+)", word)
+    scales = {unit.lower(): scale for unit, scale in units.items()}
+    amount = float(match[1]) * scales.get(match[2].lower(), 0.0) if match else 0.0
     if amount < 1:
-        raise RecipeError(f"{key}={word} must be above 0, as in {key}={example}")
+        raise RecipeError(f"{key}={word[:40]} is not an amount above 0: write {key}={example}, in {listed}")
     return amount
 
 

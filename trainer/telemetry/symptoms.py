@@ -13,7 +13,6 @@ from trainer.devices.strain import Strain
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import word_value
-from trainer.telemetry.clocks import Throughput
 from trainer.telemetry.rank_watch import Lag
 
 TRIAL = 50  # steps: a run of fewer is to see whether it runs, not to learn
@@ -45,7 +44,6 @@ class Facts:
     predicted: Sequence[int] = ()  # those predicted as it
     before: Sequence[int] = ()  # those predicted as it in the epoch before
     labelled: bool = False  # whether the labels of the training images are known, so that classes can be balanced
-    throughput: Throughput | None = None  # of the run so far
     strain: Strain = field(default_factory=Strain)  # of the machine
     threads: int = 1  # that compute together in a process; 1 also where a GPU computes
     skipped: Sequence[int] = ()  # steps that were left out because a loss or gradient was not finite
@@ -60,20 +58,11 @@ class Facts:
         """Training losses of the epochs after the warm-up."""
         return self.losses[math.ceil(self.warmup / self.epoch_steps) :]
 
-    @property
-    def largest(self) -> float:
-        """The share of held-out samples that are of the largest class."""
-        return max(self.actual) / sum(self.actual)
-
 
 def symptoms(facts: Facts, recipe: Recipe) -> dict[str, str]:
     """What goes wrong, as sentences by their kinds."""
-    sentences = ((kind, tell(facts, recipe)) for kind, tell in KINDS.items())
-    warnings = {kind: sentence for kind, sentence in sentences if sentence is not None}
-    for cause, follows in CAUSES.items():
-        if cause in warnings:
-            warnings.pop(follows, None)
-    return warnings
+    found = {kind: tell(facts, recipe) for kind, tell in KINDS.items()}
+    return {kind: text for kind, text in found.items() if text is not None and not found.get(CAUSES.get(kind, ""))}
 
 
 def _loss(facts: Facts, recipe: Recipe) -> str | None:
@@ -91,11 +80,10 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
 
 
 def _not_finite(facts: Facts, recipe: Recipe) -> str | None:
-    if not (count := len(facts.skipped)):
+    if not facts.skipped:
         return None
-    which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (count > 5)
-    text = f"a loss or gradient was not finite in {count} step{'s' * (count > 1)} ({which}), left out of the training"
-    return text + _gentler(recipe)
+    which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (len(facts.skipped) > 5)
+    return f"a loss or gradient was not finite in steps left out of the training ({which}){_gentler(recipe)}"
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
@@ -104,7 +92,7 @@ def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     early = min(len(last), len(facts.settled)) < STANDS or facts.step - facts.warmup < TRIAL
     if early or count < SAMPLES or not _balances(recipe):
         return None
-    share = facts.largest
+    share = max(facts.actual) / count
     entropy = -sum(n / count * math.log(n / count) for n in facts.actual if n)
     chance = math.sqrt(share * (1 - share) / count)
     if any(epoch["top1"] > share + chance for epoch in last) or facts.losses[-1] < 0.9 * entropy:
@@ -116,10 +104,8 @@ def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     text += "images: nothing is learned"
     if facts.labelled and share >= 2 / sum(n > 0 for n in facts.actual):
         return text + _tried(recipe, *_balances(recipe))
-    spiked = facts.guessing is not None and max(facts.losses) > 1.05 * facts.guessing
-    rates = [_lower(recipe)] if spiked else [_lower(recipe), 10 * recipe.optimizer.lr]
-    tried = _tried(recipe, *(f"optimizer.lr={rate:g}" for rate in rates))
-    return f"{text}{tried}, and check that the labels are right"
+    rates = (f"optimizer.lr={rate:g}" for rate in (_lower(recipe), 10 * recipe.optimizer.lr))
+    return f"{text}{_tried(recipe, *rates)}, and check that the labels are right"
 
 
 def _memorised(facts: Facts, recipe: Recipe) -> str | None:
@@ -131,9 +117,7 @@ def _memorised(facts: Facts, recipe: Recipe) -> str | None:
     if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
         return None
     text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): "
-    others = ["augment.mixup=0.2"]
-    others += ["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)
-    others += ["loss.label_smoothing=0.1"] * (recipe.loss.label_smoothing == 0)
+    others = ["augment.mixup=0.2", *["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)]
     return f"{text}more images help{_tried(recipe, *others, by=', or ')}"
 
 
@@ -141,7 +125,8 @@ def _never(facts: Facts, recipe: Recipe) -> str | None:
     """Told in the second half of a run: before, hard classes are still to come."""
     if not facts.before or facts.step - facts.warmup < TRIAL or not (facts.over or 2 * facts.step > facts.steps):
         return None
-    if facts.validation[-1]["top1"] <= 1.5 * facts.largest:  # what holds for most classes is no fault of some
+    largest = max(facts.actual) / sum(facts.actual)
+    if facts.validation[-1]["top1"] <= 1.5 * largest:  # what holds for most classes is no fault of some
         return None
     counted = zip(facts.actual, facts.predicted, facts.before, strict=True)
     places = [n for n, (actual, *predicted) in enumerate(counted) if actual >= OF_CLASS and not any(predicted)]
@@ -163,27 +148,12 @@ def _cores(facts: Facts, recipe: Recipe) -> str | None:
     return text + (_tried(recipe, "threads=1", by="; or else ") if facts.threads > 1 else "")
 
 
-def _rate(facts: Facts, recipe: Recipe) -> str | None:
-    if steady(facts.throughput):
-        return None
-    longer = f"max_steps={10 * max(TRIAL, facts.steps)}" if recipe.max_steps else f"epochs={10 * recipe.epochs}"
-    text = "images/s vary by more than their mean, which therefore means nothing: measure longer"
-    return text + _tried(recipe, longer)
-
-
-def steady(throughput: Throughput | None) -> bool:
-    """Whether a rate is worth telling: it does not scatter more than its size."""
-    return throughput is None or throughput.std is None or throughput.std <= throughput.samples_per_sec
-
-
-def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
-    """Of a rank that holds up the others, `where` it runs, and what keeps that machine from computing."""
+def slow_rank(lag: Lag, where: str) -> str:
+    """Of a rank that holds up the others, and `where` it runs."""
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
     if lag.data:
         return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
-    if 2 * strain.ready > lag.behind:
-        return f"{text}other programs had its cores for {strain.ready:.0%} of the time; type top there"
-    return f"{text}it computes more slowly; compare clocks and temperatures with another's (nvidia-smi -q, sensors)"
+    return f"{text}it computes more slowly; see what else runs there (top), and compare clocks (nvidia-smi -q, sensors)"
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
@@ -193,9 +163,8 @@ KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
     "memorised": _memorised,
     "never predicted": _never,
     "cores": _cores,
-    "rate": _rate,
 }
-CAUSES = {"loss": "accuracy", "never predicted": "memorised"}  # why something is so, and what then needs no word
+CAUSES = {"accuracy": "loss", "memorised": "never predicted"}  # what needs no word, and where its cause has one
 
 
 def _lower(recipe: Recipe) -> float:

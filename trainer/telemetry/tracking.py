@@ -44,7 +44,6 @@ class NullTracker:
     def settle(self, recipe: Recipe) -> None: ...
     def start(self, position: Position, total_steps: int, metric: str) -> None: ...
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
-    def text(self, tag: str, text: str, step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
     def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None: ...
@@ -117,24 +116,17 @@ class Tracker(NullTracker):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
             if self.recipe.logging.tensorboard:
-                self._open_events(position, metric)
+                trim_events(self.path, position, self.say)
+                self._events, self._metric, self.shows = Events(self.path), metric, True
+                self._events.begin(position.step + 1)
         self._loggers = Loggers(self.recipe, self.path, self.say)
         self.journal.resumed(position.step)
         self._spoke = time.perf_counter()
         if self.recipe.logging.progress and (kind := bar_kind()) is not None:
-            starts = f"epoch {self._epoch}/{self.recipe.epochs}  starting"
             self._bar = kind(
-                total=total_steps, initial=position.step, desc=starts, dynamic_ncols=True, leave=False,
-                bar_format="{desc} {bar}",
-            )  # fmt: skip
-            self._bar.set_description_str(starts)  # without tqdm's colon
-
-    def _open_events(self, position: Position, metric: str) -> None:
-        self._metric = metric
-        trim_events(self.path, position, self.say)
-        self._events = Events(self.path)
-        self._events.begin(position.step + 1)
-        self.shows = True
+                total=total_steps, initial=position.step, dynamic_ncols=True, leave=False, bar_format="{desc} {bar}"
+            )
+            self._bar.set_description_str(f"epoch {self._epoch}/{self.recipe.epochs}  starting")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Values by their TensorBoard tags; `step` is the optimizer's."""
@@ -144,14 +136,8 @@ class Tracker(NullTracker):
         if self._loggers is not None:
             self._loggers.scalars(values, step)
 
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for TensorBoard's text tab."""
-        if self._events is not None:
-            with writing(self.path):
-                self._events.text(tag, text, step)
-
     def show(self, summary: Any, step: int) -> None:
-        """Anything else for TensorBoard: a layout, a table's columns, a picture."""
+        """Anything else for TensorBoard: a layout, a picture."""
         if self._events is not None:
             with writing(self.path):
                 self._events.add(summary, step)
@@ -170,8 +156,7 @@ class Tracker(NullTracker):
         """
         now, self._epoch = time.perf_counter(), epoch
         self.journal.mark(step)
-        self._paced = self._paced or (step, now)  # the first steps wait for everything to start
-        first, begun = self._paced
+        first, begun = self._paced = self._paced or (step, now)  # the first steps wait for everything to start
         left = (now - begun) / (step - first) * (self._total - step) if step > first else None
         rate = f"{speed:,.0f} images/s" if speed else ""
         clock = f"{tqdm.format_interval(left)} left" if left is not None else ""

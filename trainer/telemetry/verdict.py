@@ -97,20 +97,6 @@ class Verdict:
         """As result.json has it."""
         return {"try" if key == "overrides" else key: value for key, value in asdict(self).items()}
 
-    def to_markdown(self) -> str:
-        """For TensorBoard's text tab."""
-        step = 1e3 * self.step_seconds
-        length = f"{step:,.{0 if step >= 100 else 1}f} ms"
-        first, *others = self.sentence.split("\n")
-        parts = (f"a step ({length}): {_listed(self.step)}", f"the run: {_listed(self.run)}")
-        return "\n".join([first, "", *(f"- {line}" for line in (*others, *parts))])
-
-
-def _listed(parts: Mapping[Any, float]) -> str:
-    """Those that take any time, the longest first: a mode has no such part else, or it was not told apart."""
-    longest = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)
-
 
 def shares(measured: StepParts) -> dict[Part, float]:
     """The parts of a step, adding up to 1; computing is what the others leave."""
@@ -145,8 +131,7 @@ def judge(
     bound = largest if parts[largest] >= NAMED else "compute"
     overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
     told = dict(warnings or {})
-    short = [told.pop("rate")] if "rate" in told else []
-    of_machine = {kind for kind in told if kind in ("cores", "throttled") or kind.startswith("rank ")}
+    of_machine = {kind for kind in told if kind == "cores" or kind.startswith("rank ")}
     lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
     sentence = PHRASES[bound].format(share=parts[bound])
     if _launching(measured) >= NAMED:
@@ -165,8 +150,9 @@ def judge(
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     idle, hidden = _unmeasured(measured)
+    short: list[str] = []
     if bound in ("compute", "bubble", "optimizer"):
-        sentence, short = "; ".join([sentence, *idle]), hidden + short
+        sentence, short = "; ".join([sentence, *idle]), hidden
     if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
         words = " or ".join(overrides)
         if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
@@ -251,15 +237,8 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
     if launching:
         return micro + graphs + ([] if micro else [larger])
     faster = [] if recipe.channels_last else ["channels_last=true"]
-    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and (gpu or _bf16_is_faster()) else []
+    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and gpu else []
     return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
-
-
-def _bf16_is_faster() -> bool:
-    """Whether this CPU clearly gains by bf16."""
-    from trainer.devices import precision  # needs torch
-
-    return precision.cpu_speed("bf16") >= precision.CLEAR
 
 
 def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:

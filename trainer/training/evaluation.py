@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from trainer.processes.world import World
 from trainer.tasks import Task
 from trainer.training.wrong_labels import ROWS
 
-WORST, BEST = 16, 3  # samples that are shown; predictions of each that are kept
 CLASSES = 256  # up to which every pair is counted
-ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
 
 
 class Sums:
@@ -109,124 +106,80 @@ def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     return {key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"}
 
 
-Answer = TypeVar("Answer")
-
-
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out sample: its place, its loss, its targets, and its predictions, best first, as (place, number)."""
+    """A held-out sample with one class: its place, its class, what is predicted, and the probabilities of both."""
 
     place: int
-    loss: float
-    label_probability: float | None  # None where it has not one class
-    target: Tensor
-    predicted: tuple[tuple[int, float], ...]
+    target: int
+    predicted: int
+    label_probability: float
+    predicted_probability: float
 
 
 class Mistakes:
-    """Collected by a rank that has outputs, on its device: nothing waits for it."""
+    """Of a classification, collected by a rank that has outputs, on its device: nothing waits for it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.pairs: Tensor | None = None  # (actual, predicted) counts of a classification with at most CLASSES classes
-        self.hits: Tensor | None = None  # of each class, how many of its samples are right
-        self.counts: Tensor | None = None  # and how many there are
-        self._worst: list[tuple[Tensor, ...]] = []  # losses, places, targets, and predictions with their numbers
-        self._kept = self._rows = 0
-        self._most, self._one_class = WORST, False
-        self._losses = self._counting = True
-        self._each = type(task).losses is not Task.losses
+        self.pairs: Tensor | None = None  # (actual, predicted) counts, of at most CLASSES classes
+        self._worst: list[tuple[Tensor, ...]] = []  # probabilities of labels, and what else a `Mistake` has
+        self._kept, self._possible = 0, True
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """The next batch. A user's task that fails is left out."""
-        count, samples = batch.count, batch.samples
-        if not count:
+        """The next batch. A task that has no classes, or a user's that fails, is left out."""
+        if not batch.count or not self._possible:
             return
-        outputs, targets = outputs[:count].float(), batch.targets[:count]
-        if self._counting:
-            self._counting = _possible(lambda: self._count(outputs, targets)) is not None
-        if self._losses and samples is not None and (self._each or self._rows < ONE_BY_ONE):
-            rows = count if self._each else min(count, ONE_BY_ONE - self._rows)
-            self._losses = _possible(lambda: self._rank(outputs[:rows], targets[:rows], samples[:rows])) is not None
+        try:
+            self._take(outputs[: batch.count].float(), batch.targets[: batch.count], batch.samples)
+        except (Interrupted, Preempted):
+            raise
+        except (TrainerError, Exception):  # pictures are no reason to end a run
+            self._possible = False
 
-    def _count(self, outputs: Tensor, targets: Tensor) -> bool:
-        if self.task.reads != "class" or outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+    def _take(self, outputs: Tensor, targets: Tensor, samples: Sequence[int] | None) -> None:
+        of_labels = self.task.label_probabilities(outputs, targets)
+        if of_labels is None or outputs.dim() != 2 or targets.dim() != 1:
             raise ValueError("no classes")
         classes, best = outputs.shape[1], outputs.argmax(1)
-        if self.counts is None:
-            self.counts, self.hits = (torch.zeros(classes, dtype=torch.int64, device=targets.device) for _ in range(2))
-            if classes <= CLASSES:
+        if classes <= CLASSES:
+            if self.pairs is None:
                 self.pairs = torch.zeros(classes * classes, dtype=torch.int64, device=targets.device)
-        assert self.hits is not None
-        self.counts.index_add_(0, targets, torch.ones_like(targets))
-        self.hits.index_add_(0, targets, (best == targets).long())
-        if self.pairs is not None:
             self.pairs.index_add_(0, targets * classes + best, torch.ones_like(targets))
-        return True
-
-    def _rank(self, outputs: Tensor, targets: Tensor, samples: Sequence[int]) -> bool:
-        self._rows += len(outputs)
-        probabilities = self.task.label_probabilities(outputs, targets)
-        if probabilities is not None:
-            self._most, self._one_class = ROWS, True
-        losses = (self.task.losses(outputs, targets) if probabilities is None else -probabilities.log()).detach()
-        places = torch.as_tensor(samples).to(losses.device)
-        self._worst.append((losses, places, targets, *self._predicted(outputs)))
+        if samples is None:
+            return
+        ranked, numbers = self.task.ranked(outputs)
+        places = torch.as_tensor(samples).to(targets.device)
+        self._worst.append((of_labels.detach(), places, targets, ranked[:, 0], numbers[:, 0]))
         self._kept += len(outputs)
-        if self._kept > 2 * self._most:
+        if self._kept > 2 * ROWS:
             self._worst = [self._of_all()]
             self._kept = len(self._worst[0][0])
-        return True
 
     def _of_all(self) -> tuple[Tensor, ...]:
-        """The worst of those kept, in one piece; of equal ones the first."""
+        """The worst of those kept, in one piece; of equal ones the first, and last what is no number."""
         whole = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
-        keep = whole[0].nan_to_num(nan=-math.inf).argsort(descending=True, stable=True)[: self._most]
+        keep = whole[0].nan_to_num(nan=2.0).argsort(stable=True)[:ROWS]
         return tuple(part[keep] for part in whole)
 
-    def _predicted(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        ranked = _possible(lambda: self.task.ranked(outputs))
-        if ranked is None:
-            nothing = outputs.new_zeros(len(outputs), 0)
-            return nothing.long(), nothing
-        return ranked[0][:, :BEST], ranked[1][:, :BEST]
-
     def gathered(self, world: World) -> list[Mistake]:
-        """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective.
-
-        They are WORST, and ROWS where each has a probability of its label.
-        """
+        """All ranks' worst on rank 0, the worst first, ROWS of them; its counts are then of all ranks. Collective."""
         mine = None
-        if self._worst or self.counts is not None:
-            counted = [None if part is None else part.cpu() for part in (self.pairs, self.hits, self.counts)]
-            mine = (counted, [part.cpu() for part in self._of_all()] if self._worst else [], self._one_class)
+        if self._possible and (self._worst or self.pairs is not None):
+            pairs = None if self.pairs is None else self.pairs.cpu()
+            mine = pairs, [part.tolist() for part in self._of_all()] if self._worst else []
         parts = [part for part in world.gather(mine) if part is not None]
-        pairs, hits, counts = ([counted[n] for counted, *_ in parts if counted[n] is not None] for n in range(3))
-        self.pairs, self.hits, self.counts = (sum(mistakes) if mistakes else None for mistakes in (pairs, hits, counts))
-        if self.pairs is not None:
-            self.pairs = self.pairs.view(math.isqrt(len(self.pairs)), -1)
-        mistakes = [
-            Mistake(place, loss, math.exp(-loss) if one_class else None, target, tuple(zip(*predicted, strict=True)))
-            for _, worst, one_class in parts
-            if worst
-            for loss, place, target, *predicted in zip(
-                worst[0].tolist(), worst[1].tolist(), worst[2], worst[3].tolist(), worst[4].tolist(), strict=True
-            )
+        counted = [pairs for pairs, _ in parts if pairs is not None]
+        self.pairs = torch.stack(counted).sum(0).view(math.isqrt(len(counted[0])), -1) if counted else None
+        found = [
+            Mistake(place, target, predicted, of_label, probability)
+            for _, worst in parts
+            for of_label, place, target, predicted, probability in zip(*worst, strict=True)
         ]
-        most = ROWS if any(one_class for *_, one_class in parts) else WORST
-        return sorted(mistakes, key=_order)[:most]
+        return sorted(found, key=_order)[:ROWS]
 
 
 def _order(mistake: Mistake) -> tuple[float, int]:
     """The worst first, in the order of their places where they are equal; what is no number last."""
-    return (math.inf if math.isnan(mistake.loss) else -mistake.loss), mistake.place
-
-
-def _possible(ask: Callable[[], Answer]) -> Answer | None:
-    """What a task answers; None where it cannot: pictures are no reason to end a run."""
-    try:
-        return ask()
-    except (Interrupted, Preempted):
-        raise
-    except (TrainerError, Exception):
-        return None
+    share = mistake.label_probability
+    return (math.inf if math.isnan(share) else share), mistake.place

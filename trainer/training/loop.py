@@ -59,7 +59,6 @@ def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None =
                 with suppress(TrainerError):  # where the folder is what failed, the first error tells
                     line, code = in_one_line(error)
                     this.tracker.result(reporting.result(this, status, line, code))
-                    presenting.ended_early(this, status, line)
                 if isinstance(error, SetupError):  # that the folder is gone, or another's, explains it
                     this.tracker.folder.check()
             raise
@@ -180,7 +179,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
     values |= {"speed/val_samples_per_sec": speed} | reporting.goodput(run)
-    tracker.scalars(values | reporting.summary(run), step)
+    tracker.scalars(values, step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     state.position = Position(step, epoch + 1, 0)
     noticing.tell(run)
@@ -268,7 +267,7 @@ def finish(run: Run) -> Result:
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
-    presenting.end(run, shared, verdict)
+    presenting.end(run, verdict)
     (title, text), *rest = reporting.last_lines(run, shared).items()
     run.tracker.say(titled(title, text), GREEN)
     run.tracker.facts(dict(rest))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainer.data import ImageSet, LabelledSource, TensorSet
-from trainer.devices.strain import Strain, StrainMeter
 from trainer.tasks import Classification
 from trainer.telemetry import symptoms
 from trainer.telemetry.symptoms import Facts
@@ -19,7 +18,6 @@ from trainer.training.evaluation import Sums
 from trainer.training.run import Run
 
 LATEST = symptoms.STANDS  # epochs of which the metrics are kept
-SPEED = ("cores", "rate")  # kinds that a moment may show and a whole run need not
 LONG = 10.0  # seconds: what disturbs a shorter run is told at its end
 
 
@@ -51,16 +49,9 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
     if slowest is None:
         return
     run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.state.position.step)
-    if noticed.ranks.suspect != world.rank:
-        noticed.suspected = None
-    elif noticed.suspected is None:
-        noticed.suspected = StrainMeter(world.place.local_size)
-    strain = noticed.suspected.read() if noticed.suspected else Strain()
-    lag = noticed.ranks.named()
-    if lag is None:
-        return
-    mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}", strain) if noticed.suspected else ""
-    _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
+    if (lag := noticed.ranks.named()) is not None:
+        mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}") if world.rank == lag.rank else ""
+        _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
 
 
 def _notice(run: Run, kind: str, sentence: str) -> None:
@@ -68,7 +59,6 @@ def _notice(run: Run, kind: str, sentence: str) -> None:
     run.noticed.announced.add(kind)
     run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
     run.tracker.facts({"warning": sentence})
-    run.tracker.text("noticed", sentence, run.state.position.step)
     run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
 
 
@@ -76,7 +66,7 @@ def tell(run: Run) -> None:
     """A line for each thing that goes wrong and was not told yet."""
     look(run, over=False)
     for kind, sentence in run.noticed.warnings.items():
-        if kind not in run.noticed.announced and (kind not in SPEED or run.noticed.strain.seconds > LONG):
+        if kind not in run.noticed.announced and (kind != "cores" or run.noticed.strain.seconds > LONG):
             run.noticed.announced.add(kind)
             run.tracker.facts({"warning": sentence})
 
@@ -96,7 +86,6 @@ def _facts(run: Run, over: bool) -> Facts:
         steps=run.state.total_steps - run.state.step_offset,
         epoch_steps=run.resolved.steps_per_epoch,
         warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
-        throughput=run.timer.summary(run.loader.samples_per_step).throughput,
         strain=run.noticed.strain,
         threads=run.world.threads if run.world.device.type == "cpu" else 1,
         skipped=run.state.history.nonfinite,

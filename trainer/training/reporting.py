@@ -18,7 +18,6 @@ from trainer.saving.files import without_nan
 from trainer.saving.journal import START
 from trainer.tasks.task import figure
 from trainer.telemetry.readable import as_size, duration, number
-from trainer.telemetry.symptoms import steady
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training import wrong_labels
 from trainer.training.callbacks import EpochReport, StepReport
@@ -132,20 +131,6 @@ def idle_share(run: Run, measured: float) -> float:
     return measured
 
 
-def summary(run: Run) -> dict[str, float]:
-    """How far the run has come, in the few figures by which runs are compared."""
-    speed, history = run.timer.summary(run.loader.samples_per_step), run.state.history
-    rate = speed.throughput
-    figures = {
-        f"best_{run.task.metric}": history.best,
-        f"last_{run.task.metric}": history.validation.get(f"val_{run.task.metric}"),
-        "samples_per_sec": rate.samples_per_sec if rate and steady(rate) else None,
-        "step_ms": 1e3 * speed.step_time_s.mean if speed.step_time_s else None,
-        "hours": run.state.seconds() / 3600,
-    }
-    return {f"summary/{name}": value for name, value in figures.items() if value is not None}
-
-
 def _mfu(run: Run, samples_per_sec: float) -> float | None:
     if run.observer.model.peak_flops is None:
         return None
@@ -171,7 +156,7 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
     """The result and the files that hold it, by title."""
     speed, folder = result["throughput"], run.tracker.path
     rate = f"{number(speed['samples_per_sec'])} images/s" if speed else "too few steps to measure speed"
-    if "rate" in result["warnings"]:
+    if speed and (speed["std"] or 0.0) > speed["samples_per_sec"]:  # a mean that scatters so means nothing
         rate = "no steady images/s"
     if result["short"] and speed:
         rate += ", measured over all steps after the first: fewer than logging.warmup_steps"

@@ -32,7 +32,6 @@ class Noticed:
     announced: set[str] = field(default_factory=set)  # the kinds of which there was a word already
     lasting: dict[str, str] = field(default_factory=dict)  # warnings of what has passed since, by kind
     ranks: RankWatch = field(default_factory=RankWatch)  # which of them holds up the others, where all do the same work
-    suspected: StrainMeter | None = None  # counts what this machine suffers while this rank is slower than the others
 
 
 @dataclass(frozen=True)

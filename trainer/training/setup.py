@@ -218,7 +218,6 @@ def begin(run: Run) -> None:
     run.saver.committed, run.interrupts.nothing_new = state.position.step, run.nothing_new
     tracker.start(state.position, state.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
-    presenting.begin(run)
 
 
 def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Optimizer, Updater]:

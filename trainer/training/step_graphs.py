@@ -97,7 +97,7 @@ class Steps:
         self.recipe, self.strategy, self.updater = recipe, strategy, updater
         self.optimizer, self._say = optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
-        self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
+        self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device) if possible else None
         strategy.times_passes = possible
         self._tried = possible
         self._reason: str | None = None  # why steps are launched after all

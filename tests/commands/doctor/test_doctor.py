@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torchvision.io
 
 from tests.command_line import trainer
 from trainer.commands import doctor
-from trainer.commands.doctor import device_checks, software
+from trainer.commands.doctor import software
 from trainer.commands.doctor.findings import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
@@ -25,7 +25,6 @@ from trainer.processes import peers
 def quick(monkeypatch):
     monkeypatch.setattr(software, "sums", lambda backend, size: f"{backend} of {size} works")
     monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
-    monkeypatch.setattr(device_checks, "_without_driver", lambda: "")
 
 
 def rows(found):
@@ -36,14 +35,9 @@ def test_on_this_machine():
     done = trainer("doctor", env={"TRAINER_FAULT": "", "TRAINER_API_KEY": "secret"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and done.stdout.endswith("\nall good\n") and "secret" not in done.stdout
-    assert f" torch                 {torch.__version__.partition('+')[0]}\n" in done.stdout
-    speed = r"(not known: .*|[\d.e-]+ times as fast as fp32, in a convolution on one core)"
-    assert re.search(rf"^  bf16 +{speed}$", done.stdout, re.M)
+    assert re.search(rf"^  torch +{torch.__version__.partition('+')[0]}$", done.stdout, re.M)
     assert re.search(r"^  gloo, 2 processes  .*\bcorrect$", done.stdout, re.M)
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
-
-
-def test_words_are_refused():
     with pytest.raises(RecipeError, match="'recipe=digits'"):
         doctor.command(["recipe=digits"])
 
@@ -52,11 +46,13 @@ def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     monkeypatch.setattr(peers.os, "statvfs", lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60))
     monkeypatch.setattr(software.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
     monkeypatch.setattr(software.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(software.resource, "getrlimit", lambda number: (256, 4096))
     assert doctor.command([]) == 3
     output = capsys.readouterr().out
     assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
-    last = output[output.index("2 problems:") :]
+    last = output[output.index("3 problems:") :]
     assert "256 MiB" in last and "--shm-size=" in last and re.search(r"2\. .*\binto /", last)
+    assert "256 files" in last and last.endswith(": ulimit -n 4096\n")
 
 
 def test_it_tells_what_works_where_launch_sh_started_it(monkeypatch, capsys):
@@ -92,7 +88,7 @@ def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(quick
     monkeypatch.setattr(software.importlib, "import_module", load)
     found = doctor.examine()
     assert len(found.problems) == 1 and says in found.problems[0]
-    assert {"machine", "limits"} <= set(found.sections) and "between processes" not in found.sections
+    assert "machine" in found.sections and "between processes" not in found.sections
     assert "Traceback" not in found.text()
 
 
@@ -104,88 +100,39 @@ def test_it_tells_who_decodes_photos(quick, monkeypatch, left):
     jpeg.codec.cache_clear()
     found = doctor.examine()
     jpeg.codec.cache_clear()
-    told = rows(found)["software", "JPEG by"]
-    assert told.startswith(left) and "pip install --upgrade torchcodec" in told
-    assert bool(found.problems) == (left == "Pillow") and all(
-        "pip install --upgrade torchcodec" in text for text in found.problems
-    )
+    assert rows(found)["software", "JPEG by"].startswith(left)
+    assert [text for text in found.problems if "pip install --upgrade torchcodec" in text] == found.problems
+    assert bool(found.problems) == (left == "Pillow")
 
 
-@pytest.fixture
-def two_cards(quick, monkeypatch):
-    """Two A100 as torch.cuda shows them, which compute and copy rightly."""
-    about = {
-        "get_device_name": lambda device: "NVIDIA A100-SXM4-80GB",
-        "get_device_capability": lambda device: (8, 0),
-        "mem_get_info": lambda device: (70 * 2**30, 80 * 2**30),
-        "can_device_access_peer": lambda device, peer: True,
-        "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
-    }
-    for name, value in about.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+def test_cards_that_fail_and_those_that_do_not(quick, monkeypatch):
+    """Two A100 as torch.cuda shows them."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
     monkeypatch.setattr(cards, "detect", lambda: cards.Cards(2))
     monkeypatch.setattr(health, "check_card", lambda device, count: None)
     monkeypatch.setattr(health, "copies", lambda source, target, pattern: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-
-
-def test_cards_and_their_links(two_cards):
     found = doctor.examine()
-    shown = rows(found)
-    a100 = "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, compute capability 8.0, computes correctly"
+    shown, a100 = rows(found), "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, computes correctly"
     assert shown["cards", "cuda:0"] == shown["cards", "cuda:1"] == a100
-    assert shown["between cards", "cuda:0 reaches directly"] == "all others"
-    assert shown["between cards", "copies"] == "right in all 2 ways"
+    assert shown["cards", "copies"] == "right in all 2 ways" and found.problems == []
     assert shown["between processes", "NCCL, 2 cards"] == "nccl of 2 works"
-    assert found.problems == []
 
+    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source.index == 0)
+    found = doctor.examine()
+    assert rows(found)["cards", "copies"] == "WRONG, see below"
+    assert len(found.problems) == 1 and "(cuda:1 to cuda:0)" in found.problems[0]
 
-def test_cards_that_fail(two_cards, monkeypatch):
     def check(device, count):
         if device.index == 1:
             raise SetupError("cuda:1 does not compute")
 
-    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source.index == 0)
-    found = doctor.examine()
-    assert rows(found)["between cards", "copies"] == "WRONG, see below"
-    assert len(found.problems) == 1 and "(cuda:1 to cuda:0)" in found.problems[0]
     monkeypatch.setattr(health, "check_card", check)
     found = doctor.examine()
-    assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED")
-    assert found.problems == ["cuda:1 does not compute"]
+    assert rows(found)["cards", "cuda:1"].endswith("CANNOT BE USED") and found.problems == ["cuda:1 does not compute"]
     monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("no driver")))
     assert doctor.examine().problems == ["no driver"]
-
-
-def test_what_the_management_library_adds(two_cards, monkeypatch):
-    nvml = ModuleType("pynvml")
-    nvml.nvmlInit = lambda: None
-    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-    nvml.nvmlDeviceGetMigMode = lambda handle: (1, 1)
-    nvml.nvmlDeviceGetTotalEccErrors = lambda handle, kind, counter: 3 if handle == "GPU-uuid-1" else 0
-    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x40 | 0x1
-    nvml.nvmlDeviceGetNvLinkState = lambda handle, link: int(link < 12)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = doctor.examine()
-    told = [value for name, value in found.sections["cards"] if not name]
-    assert told[0].startswith("divided (MIG)") and "slowed down by: heat" in told and "NVLink: 12 links active" in told
-    assert len(found.problems) == 1 and found.problems[0].startswith("cuda:1 has had 3 ")
-
-
-def test_a_card_without_a_driver(quick, monkeypatch):
-    monkeypatch.setattr(device_checks, "_without_driver", lambda: "0000:01:00.0")
-    (problem,) = doctor.examine().problems
-    assert "(0000:01:00.0)" in problem and "driver" in problem
-
-
-def test_few_open_files(monkeypatch):
-    found = Findings()
-    monkeypatch.setattr(software.resource, "getrlimit", lambda number: (256, 4096))
-    software.limits(found)
-    assert rows(found)["limits", "open files"] == "256 (at most 4096)"
-    (problem,) = found.problems
-    assert "256 files" in problem and problem.endswith(": ulimit -n 4096")
 
 
 @pytest.mark.full("a cold start; the texts are a table in test_peers.py")

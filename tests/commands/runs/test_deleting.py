@@ -2,16 +2,10 @@
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from tests.command_line import QUIET, environment, ok
 from tests.commands.runs.folders import make
 from trainer.commands import runs
 from trainer.errors import FolderInUseError, RecipeError
@@ -68,34 +62,6 @@ def test_it_asks(home, monkeypatch, capsys, answer, gone):
     assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
 
 
-def until_it_reads(process):
-    """A signal between a question and the read of its answer is heard at the answer only, as in all of Python."""
-    asleep = 0
-    while asleep < 5:
-        time.sleep(0.02)
-        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        asleep = asleep + 1 if state == "S" else 0
-
-
-def test_ctrl_c_is_a_no(home, tmp_path):
-    make(home / "a")
-    ours, theirs = os.openpty()
-    words = [sys.executable, "-m", "trainer", "runs", "delete", "a"]
-    with subprocess.Popen(
-        words, cwd=tmp_path, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while b"y/N" not in shown:
-            shown += os.read(ours, 1000)
-        until_it_reads(process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    shown += os.read(ours, 1000)
-    os.close(ours)
-    assert b"trainer: stopped by Ctrl-C; nothing was deleted" in shown and (home / "a" / "result.json").exists()
-
-
 def test_nobody_to_ask(home, monkeypatch):
     make(home / "a")
     monkeypatch.setattr(sys, "stdin", None)
@@ -129,26 +95,6 @@ def test_what_no_run_wrote_stays(home):
     assert re.fullmatch(r"deleted .*runs/a.*: notes\.md, photos, resnet\.safetensors\n", text)
     assert sorted(os.listdir(home / "a")) == ["notes.md", "photos", "resnet.safetensors"]
     assert os.listdir(home / "a" / "photos") == ["best.safetensors"]
-
-
-@pytest.mark.slow
-def test_of_real_runs_nothing_stays(tmp_path):
-    for color in ("red", "blue"):
-        (tmp_path / "photos" / color).mkdir(parents=True)
-        for number in range(8):
-            Image.new("RGB", (16, 16), color).save(tmp_path / "photos" / color / f"{number}.png")
-    words = ["max_steps=2", "batch_size=4", *QUIET]
-    photos = ["mode=single", "data.name=imagefolder", "data.root=photos", "data.val_fraction=0.25"]
-    ok(*words, *photos, "data.image_size=16", "model.name=cnn", "output=runs/photos", cwd=tmp_path)
-    cut = ["mode=pipeline", "pipeline.stages=2", "pipeline.timeline=true", "devices=[cpu,cpu]"]
-    ok("recipe=digits", "model.name=cnn_gn", *words, *cut, "output=runs/pipeline", cwd=tmp_path)
-    assert {"split.csv", "contact_sheet.png"} <= {*os.listdir(tmp_path / "runs" / "photos")}
-    assert (tmp_path / "runs" / "pipeline" / "timeline.png").is_file()
-    ok("export", "photos", "format=exported_program", cwd=tmp_path)
-    done = ok("runs", "delete", "photos", "pipeline", "yes=true", cwd=tmp_path)
-    lines = [line.split(" (")[0] for line in done.stdout.splitlines()]
-    assert lines == ["deleted runs/photos", "deleted runs/pipeline"]
-    assert os.listdir(tmp_path / "runs") == []
 
 
 def test_links_lead_nowhere(home, tmp_path):

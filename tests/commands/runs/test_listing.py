@@ -11,8 +11,7 @@ import pytest
 from tests.command_line import PROJECT, QUIET, ok, trainer
 from tests.commands.runs.folders import make
 from trainer.commands import runs
-from trainer.commands.runs import run_status
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import RecipeError
 from trainer.saving import locks
 
 
@@ -47,54 +46,22 @@ def test_newest_first_with_what_became_of_each(home):
     assert found["fifth"][3:5] == ["-", "-"]
 
 
-def test_warnings_without_a_verdict_and_what_ended_a_run_early(home):
-    make(home / "going", status="running", verdict=None, warnings={"loss": "the loss grows"}, ended_by="epochs")
-    make(home / "ended", warnings={"loss": "the loss grows"}, ended_by="stop.patience")
-    going, ended = runs.command(["show", "going"]), runs.command(["show", "ended"])
-    assert going.count("the loss grows") == 1 and "ended by" not in going
-    assert "the loss grows" not in ended, "its verdict says so"
-    assert re.search(r"\n  ended by +stop.patience\n", ended)
-
-
-def test_it_fits_and_every_name_is_whole(home):
+def test_every_name_is_whole_and_what_is_no_run_is_left_out(home):
     long = "digits_interleaved_pipeline-pipeline-20261122-103335-of-many-words"
     make(home / long, "model.name=regnet_x_16gf", mode="local_sgd", best_top1=None, best_my_very_long_metric=0.123456)
-    make(home / "short")
-    text = runs.command([])
-    assert max(map(len, text.splitlines())) <= 100
-    assert f"\n{long}\n" in text and "\nshort  " in text and "my_v...ric 0.1235" in text
-
-
-def test_it_fits_a_narrow_terminal(home, monkeypatch):
-    make(home / "digits_interleaved-pipeline-20261122-103335")
-    make(home / "short")
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, runs.command([]).splitlines())) <= 80
-
-
-def test_what_is_no_run_is_one_line_each(home):
-    make(home / "good")
     make(home / "paper" / "seed1")
     (home / "photos" / "cats").mkdir(parents=True)
     (home / "photos" / "cats" / "recipe.yaml").write_text("mode: ddp")  # a file of that name alone is no run
-    (home / "empty").mkdir()
     (home / "compare").mkdir()
     (home / "compare" / "compare.json").write_text("{}")
-    make(home / "compare" / "runs" / "single-1")
-    (home / "labels").mkdir()
-    (home / "labels" / "predict.json").write_text("{}")
     (home / "notes.txt").write_text("hello")
-    (home / "latest").symlink_to("good")
+    (home / "latest").symlink_to(long)
     (home / "dead").symlink_to("nowhere")
     (home / "one").symlink_to("two")
     (home / "two").symlink_to("one")
     text = runs.command([])
-    assert set(rows(text)) == {"good", "paper/seed1", "latest"}
-    told = ["photos: no files of a run", "empty: an empty folder", "compare: a comparison", "labels: predictions"]
-    told += ["latest: a link to good", "dead: a link to nowhere, which is not there"]
-    for line in (*told, "one: a link to two, which is not there"):
-        assert f"\n{line}\n" in text
-    assert "notes.txt" not in text and "\n2 runs, " in text
+    assert set(rows(text)) == {long, "paper/seed1", "latest"} and "my_v...ric 0.1235" in text
+    assert "\n2 runs, " in text
 
 
 DAMAGED = {
@@ -135,7 +102,7 @@ def test_damaged_files_never_are_a_traceback(home, kind):
     make(home / "good")
     (home / "bad" / name).write_bytes(content)
     assert set(rows(runs.command([]))) == {"bad", "good"}
-    assert "bad" in runs.command(["show", "bad"]) and json.loads(runs.command(["show", "bad", "--json"]))
+    assert "bad" in runs.command(["show", "bad"])
 
 
 @pytest.mark.parametrize("name", ["result.json", "recipe.yaml", "steps.csv", ".lock"])
@@ -155,47 +122,8 @@ def test_names_do_not_move_the_cursor(home):
         assert "a?[31m?b" in text and "\x1b" not in text
 
 
-def test_a_huge_folder_is_counted_as_far_as_is_sensible(home, monkeypatch):
-    monkeypatch.setattr(run_status, "MAX_FILES", 4)
-    make(home / "large")
-    assert re.search(r">[\d.]+ KiB$", rows(runs.command([]))["large"][-1])
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_one_line(home):
-    make(home / "good")
-    make(home / "mine").chmod(0)
-    assert "\nmine: Permission denied\n" in runs.command([])
-    with pytest.raises(SetupError, match=r"runs/mine .*Permission denied"):
-        runs.command(["show", "mine"])
-
-
-def test_a_folder_that_cannot_be_listed(home, monkeypatch):
-    make(home / "good")
-
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(SetupError, match=r"^runs .*Permission denied"):
-        runs.command([])
-
-
-def test_json(home):
-    make(home / "first", age=50)
-    (home / "other").mkdir()
-    found = json.loads(runs.command(["format=json"]))
-    first, other = found
-    assert (first["name"], first["path"], first["status"]) == ("first", "runs/first", "completed")
-    assert (first["mode"], first["model"], first["samples_per_sec"]) == ("single", "cnn", 1234.5)
-    assert (first["metric"], first["best"]) == ("top1", 0.95)
-    assert 50 <= first["age_seconds"] < 100 and first["bytes"] > 1500 and first["bytes_complete"]
-    assert (other["kind"], other["status"], other["note"]) == ("other", None, "an empty folder")
-
-
 def test_no_runs_yet(home):
     assert "python -m trainer recipe=digits" in runs.command([])
-    assert runs.command(["--json"]) == "[]\n"
     home.mkdir()
     assert runs.command([]).startswith("no runs below runs: ")
 
@@ -205,17 +133,16 @@ def test_no_runs_yet(home):
     [
         (["zzz"], "'zzz' is not there, nor runs/zzz: python -m trainer runs lists"),
         (["show", "digts-1"], "did you mean digits-1?"),
-        (["show"], "runs show needs one run, as in runs show NAME, not 0; runs lists them"),
-        (["show", ""], "'' is not there"),
+        (["show"], "runs show needs the name of a run, as in runs show NAME; runs lists them"),
         (["show", "\0"], "is not there"),
         (["show", "x" * 5000], "is not there"),
-        (["show", "runs"], "runs holds no run (no files of a run)"),
-        (["show", "digits-1/recipe.yaml"], "runs/digits-1/recipe.yaml is a file: give the run's folder, runs/digits-1"),
+        (["show", "runs"], "runs is no run's folder"),
+        (["show", "digits-1/recipe.yaml"], "is no run's folder"),
         (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN"),
-        (["recipe=digits"], "'recipe=digits' is not understood: type runs, runs show RUN"),
-        (["format=xml"], "format=xml is not one of text, json"),
+        (["recipe=digits"], "'recipe=digits' is not a word of runs: type runs, runs show RUN"),
+        (["--json"], "'--json' is not a word of runs: type runs, runs show RUN"),
         (["digits-1", "digits-1"], "'digits-1 digits-1' is not understood"),
-        (["rm"], "runs delete needs the names of runs"),
+        (["delete"], "runs delete needs the name of a run"),
         (["delete", "digits-1", "-f"], "'-f' is not a word of runs delete"),
     ],
 )
@@ -248,7 +175,7 @@ def test_the_command_line_on_a_real_run(tmp_path):
     ok("recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET, "output=runs/real", cwd=tmp_path)
     assert re.search(r"\nreal +single +mlp +completed +top1 ", ok("runs", cwd=tmp_path).stdout)
     page = ok("runs", "show", "real", cwd=tmp_path).stdout
-    assert "  changed   mode=single\n            model.name=mlp\n            max_steps=3\n" in page
+    assert re.search(r"\n  words +recipe=digits mode=single model.name=mlp max_steps=3", page)
     assert "python -m trainer evaluate checkpoint=runs/real" in page
     bad = trainer("runs", "show", "reel", cwd=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")

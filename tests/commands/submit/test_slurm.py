@@ -30,10 +30,9 @@ STANDS_IN = {
 
 
 @pytest.fixture
-def script(capsys: pytest.CaptureFixture[str]):
+def script():
     def write(*words: str) -> str:
-        assert command([*ASKED, *words]) == 0
-        return capsys.readouterr().out
+        return command([*ASKED, *words])
 
     return write
 
@@ -95,15 +94,13 @@ def test_what_slurm_is_asked_for(script) -> None:
     ):  # fmt: skip
         assert f"#SBATCH --{option}" in lines
     assert not any("gpus" in line for line in script("devices=[cpu]").splitlines())
-    assert any(line.startswith("##SBATCH --partition=") for line in script().splitlines())
 
 
 def test_an_array_of_numbers_with_exponents(script) -> None:
     assert "variants=(optimizer.lr=1e-3 optimizer.lr=0.01)\n" in script("array=optimizer.lr:[1e-3,0.01]")
 
 
-def test_an_array_gets_the_gpus_of_the_element_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_gets_the_gpus_of_the_element_that_needs_most() -> None:
     devices = "[[cuda:0,cuda:1,cuda:2],[cuda:0,cuda:1]]"
     words = ["slurm", "recipe=digits", "mode=split", f"array=devices:{devices}", "time=01:00:00", "cpus=8"]
-    assert command(words) == 0
-    assert "#SBATCH --gpus-per-node=3\n" in capsys.readouterr().out
+    assert "#SBATCH --gpus-per-node=3\n" in command(words)

@@ -1,15 +1,16 @@
-"""What `submit slurm --go` submits, on a real SLURM: two nodes train, and what ends a job loses nothing."""
+"""What `submit slurm | sbatch` submits, on a real SLURM: two nodes train, and what ends a job loses nothing."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import digest, ok, result
+from tests.command_line import digest, environment, ok, result
 from tests.commands.submit import slurm_cluster
 from tests.commands.submit.slurm_cluster import Cluster
 
@@ -53,7 +54,9 @@ def submitted(cluster: Cluster, *words: str, pause: str = "0") -> str:
     """The number of the job."""
     names = {"SLURM_CONF": str(cluster.folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1", "PAUSE": pause}
     names["TRAINER_COMMAND"] = f"{sys.executable} -m trainer"
-    done = ok("submit", "slurm", *TRAINING, *ASKED, *words, "--go", env=names, cwd=cluster.folder)
+    script = ok("submit", "slurm", *TRAINING, *ASKED, *words, env=names, cwd=cluster.folder).stdout
+    told = {**environment(**names)}
+    done = subprocess.run(["sbatch"], input=script, env=told, cwd=cluster.folder, capture_output=True, text=True)
     return re.findall(r"Submitted batch job (\d+)", done.stdout)[0]
 
 

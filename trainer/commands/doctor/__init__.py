@@ -14,6 +14,8 @@ from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
 from trainer.processes.terminal import say
 
+BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
+
 
 def command(words: Sequence[str]) -> int:
     """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
@@ -29,12 +31,11 @@ def examine() -> Findings:
     report = Findings()
     report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
     if report.trying("software", software.versions, report):
-        report.trying("gloo", software.processes, report)
         cards = report.trying("cards", check_cards, report) or 0
-        report.trying("NCCL", software.nccl, report, cards)
-        report.trying("processor", software.precisions, report)
-        report.trying("shared memory", software.try_loader_memory)
+        report.trying("processes", software.talking, report, cards)
+        from trainer.data.workers import worker_counts  # needs torch
+
+        report.trying("shared memory", worker_counts.check_shared_memory, BUFFERS)
     report.trying("machine", software.resources, report)
-    report.trying("limits", software.limits, report)
     report.trying("environment", software.variables, report)
     return report

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from trainer.errors import explain, is_out_of_memory
+from trainer.errors import in_one_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
-WIDTH = 120
 
 
 @dataclass
@@ -29,14 +28,12 @@ class Findings:
             self.problems.append(text)
 
     def trying(self, what: str, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What `look` returns; None and a problem of one line if it fails."""
+        """What `check` returns; None and a problem of one line if it fails."""
         try:
             return check(*args, **kwargs)
         except Exception as error:
-            line, code = explain(error)
-            if code == 1 or is_out_of_memory(error):
-                line = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.problem(line)
+            line, code = in_one_line(error)
+            self.problem(f"{what}: {line}" if code == 1 else line)
             return None
 
     def text(self) -> str:
@@ -44,17 +41,15 @@ class Findings:
         width = max((len(name) for rows in self.sections.values() for name, _ in rows), default=0)
         lines = []
         for title, rows in self.sections.items():
-            lines += [title, *(line for name, value in rows for line in _wrapped(f"  {name:{width}}  ", value)), ""]
+            lines += [title, *(_wrapped(f"  {name:{width}}  ", value) for name, value in rows), ""]
         if not self.problems:
             return "\n".join([*lines, "all good"])
         lines.append("1 problem:" if len(self.problems) == 1 else f"{len(self.problems)} problems:")
-        for number, problem in enumerate(self.problems, 1):
-            lines += _wrapped(f"{number}. ", problem)
-        return "\n".join(lines)
+        return "\n".join([*lines, *(_wrapped(f"{n}. ", problem) for n, problem in enumerate(self.problems, 1))])
 
 
-def _wrapped(start: str, text: str) -> list[str]:
+def _wrapped(start: str, text: str) -> str:
     """Lines of a text that begins after `start`; words and paths stay whole, to be copied."""
-    room = max(40, WIDTH - len(start))
-    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
-    return [start + lines[0], *(" " * len(start) + line for line in lines[1:])]
+    indent = " " * len(start)
+    return textwrap.fill(text, 120, initial_indent=start, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip

@@ -28,9 +28,6 @@ def script(submission: Submission) -> str:
     }
     lines = ["#!/bin/bash", f"# {submission.comment}", "#SBATCH --requeue"]
     lines += [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    for key in ("partition", "account"):
-        if key not in submission.options:
-            lines.append(f"##SBATCH --{key}=NAME  # {key}= was left out, so the cluster's default is used")
     words, varied = [*submission.words, f"nproc={submission.nproc}"], ""
     if submission.variants == ("",):
         lines.append(f"folder={shlex.quote(submission.output)}")

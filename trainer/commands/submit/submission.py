@@ -30,6 +30,12 @@ EXAMPLES = {
     "time": "time=24:00:00, after which SLURM ends the job, which then continues",
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
+NAME = (r"[\w.,:/@-]*", "a name of letters, digits, dots and dashes")
+RULES = {  # of the cluster's own words
+    "memory": (r"(\d+(MiB|GiB|TiB))?", "a whole number of MiB, GiB or TiB, as in memory=64GiB"),
+    "partition": NAME,
+    "account": NAME,
+}
 REQUEUES = 20
 
 
@@ -48,7 +54,7 @@ class Submission:
     requeues: int
     options: Mapping[str, str]  # the cluster's own words, as typed
     program: str  # what starts this program in the shell from which this was typed
-    typed: str
+    comment: str  # the command that made the file, on one line
 
     @property
     def name(self) -> str:
@@ -67,11 +73,6 @@ class Submission:
         names = [re.sub(r"[^A-Za-z0-9_.=+]+", "-", variant).strip("-") for variant in self.variants]
         return [str(Path(self.output, name)) for name in names]
 
-    @property
-    def comment(self) -> str:
-        """The command that made the file, on one line."""
-        return " ".join(f"python -m trainer {self.typed}".splitlines())
-
 
 def read_submission(words: Sequence[str], program: str | None) -> Submission:
     """Read and check the words. Raises RecipeError."""
@@ -89,6 +90,9 @@ def read_submission(words: Sequence[str], program: str | None) -> Submission:
     for key, example in EXAMPLES.items():
         if key not in given and not (key == "nproc" and base.processes == "one"):
             raise RecipeError(f"submit slurm needs {key}=, as in {example}")
+    for key, (pattern, rule) in RULES.items():
+        if not re.fullmatch(pattern, given.get(key, "")):
+            raise RecipeError(f"{key}={shown(given[key])} must be {rule}")
     nodes = positive_integer("nodes", given.get("nodes")) or 1
     nproc = positive_integer("nproc", given.get("nproc")) or 1
     gpus = 0
@@ -108,9 +112,9 @@ def read_submission(words: Sequence[str], program: str | None) -> Submission:
         gpus=gpus,
         cpus=positive_integer("cpus", given["cpus"]) or 1,
         requeues=positive_integer("requeues", given.get("requeues")) or REQUEUES,
-        options={key: _checked(key, given[key]) for key in OWN if key in given},
+        options={key: given[key] for key in OWN if key in given},
         program=program or "python -m trainer",
-        typed=shlex.join(["submit", "slurm", *words]),
+        comment=" ".join(f"python -m trainer {shlex.join(['submit', 'slurm', *words])}".splitlines()),
     )
     if len({*submission.folders}) < len(submission.folders):
         raise RecipeError("array= has values whose folders would have the same name: write a separate file for each")
@@ -166,14 +170,3 @@ def _gpus(recipe: Recipe, nproc: int, nodes: int) -> int:
     except SetupError as error:
         raise RecipeError(str(error)) from None
     return count
-
-
-def _checked(key: str, value: str) -> str:
-    """A word of the cluster. Raises RecipeError where it means nothing."""
-    if key == "time":
-        seconds(value)
-    elif key == "memory" and not re.fullmatch(r"\d+(MiB|GiB|TiB)", value):
-        raise RecipeError(f"memory={shown(value)} must be a whole number of MiB, GiB or TiB, as in memory=64GiB")
-    elif key in ("partition", "account") and not re.fullmatch(r"[\w.,:/@-]+", value):
-        raise RecipeError(f"{key}={shown(value)} is not a valid name: use only letters, digits, dots and dashes")
-    return value

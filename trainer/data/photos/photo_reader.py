@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from trainer.data.generators import Generators
 from trainer.data.photos.decoding import reason
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
-from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource, TensorSet
+from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not cropped for evaluation
@@ -290,21 +290,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     mean, std = (torch.tensor(part)[:, None, None] for part in (datasets.mean, datasets.std))
     pixels = inputs.detach().float().cpu() * std + mean
     return _visible((255 * pixels).round().clamp(0, 255).to(torch.uint8))
-
-
-def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None:
-    """Held-out samples by their indices, as (n, H, W, 1 or 3) uint8, cut as for evaluation; None as above."""
-    part = datasets.val
-    if datasets.plain or isinstance(part, TensorSet) or not index:
-        return None
-    if isinstance(part, ImageSet):
-        return _visible(part.images[[place % len(part.labels) for place in index]])
-    channels, size = datasets.channels, datasets.image_size
-    if isinstance(part, PictureSource):
-        images = [held_out(part.open(place, channels)[0], size) for place in index]
-    else:
-        images = [held_out(Picture.of(part.read(place, channels)[0]), size) for place in index]
-    return _visible(torch.stack(images))
 
 
 def _visible(images: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ COMMANDS = [
     "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",
-    "wrong_labels.py epochs=1",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,8 +91,6 @@ class Preparation:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    # torchvision's own transforms, for weights that it publishes; None for weights of ours
-    published: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, data: Datasets) -> Preparation:

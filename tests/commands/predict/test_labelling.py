@@ -1,4 +1,4 @@
-"""A worker: decoding beside the device, passes of one size where it compiles."""
+"""A worker: decoding beside the device, the pixels of evaluation, replayed passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import shorter_side
-from trainer.data.registered import registered
 from trainer.recipe import load
 from trainer.tasks import Classification
 
@@ -35,8 +34,7 @@ class Seen(nn.Module):
         self.shapes = []
 
     def forward(self, images):
-        if not torch.compiler.is_compiling():
-            self.shapes.append(tuple(images.shape))
+        self.shapes.append(tuple(images.shape))
         return self.head(images.flatten(1))
 
 
@@ -122,28 +120,6 @@ def test_items_of_a_users_data_set_are_read_one_at_a_time(own_threads):
     assert not any(row.error for row in worker.batch(worker.prepare(list(range(20)))))
 
 
-def test_compiling_is_done_before_an_image_is_waited_for(own_threads, monkeypatch, photos):
-    """Once, for all sizes of batches."""
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append([tuple(tensor.shape) for tensor in inputs])
-        return graph.forward
-
-    compile_with = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **words: compile_with(self, backend=backend, **words))
-    torch._dynamo.reset()
-    worker, plain = labeller("compile=true", "predict.batch_size=8"), labeller()
-    assert len(compiled) == 1 and (8, 3, 8, 8) in compiled[0]
-    paths = sorted(str(path) for path in (photos / "0").glob("*.png"))
-    for count in (1, 3, 8, 11, 20):
-        mine, theirs = worker.batch(paths[:count]), plain.batch(paths[:count])
-        assert [row.classes for row in mine] == [row.classes for row in theirs]
-        for row, other in zip(mine, theirs, strict=True):
-            assert row.probabilities == pytest.approx(other.probabilities, abs=1e-6)
-    assert len(compiled) == 1
-
-
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
     """Photos of every kind that has a way of its own to pixels, large and as small as a model's images."""
@@ -199,22 +175,6 @@ def test_a_cache_of_decoded_photos_changes_no_pixel(own_threads, kinds, size):
     worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, ("a", "b")), listed.source)
     for item in listed.items:
         assert torch.equal(worker._prepared(item.payload), worker._prepared(item.path)), item.path
-
-
-def test_images_that_lie_in_memory_are_labelled_whole(own_threads, tmp_path):
-    """Also as files of their own: of tensors larger than tiny ones nothing is cut off."""
-    made = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (6, 3, 96, 96), dtype=torch.uint8, generator=made)
-    recipe = load(None, "data.name=squares", "model.name=cnn")
-    with registered.lent(
-        "squares", lambda _: ((images, torch.arange(6) % 2), (images, torch.arange(6) % 2), ("a", "b"))
-    ):
-        data = open_datasets(recipe)
-    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, data.classes), None)
-    for number, image in enumerate(images):
-        path = tmp_path / f"{number}.png"
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
-        assert torch.equal(worker._prepared(image), image) and torch.equal(worker._prepared(str(path)), image)
 
 
 class Means(nn.Module):

@@ -44,7 +44,15 @@ def predict(
         RecipeError: no such device, a model that cannot be sent to a worker, or something else in place of either.
         ItemError: the model failed on an input; its `index` is the input's number.
     """
-    _check(model, inputs, batch_size)
+    if isinstance(model, str | os.PathLike):
+        path = repr(os.fspath(model))
+        raise RecipeError(f"predict() takes a model, but {path} is a path: type trainer.load({path}).predict(images)")
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
+    iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
+    if isinstance(inputs, str | bytes | os.PathLike | Mapping | DataLoader) or not iterable:
+        kind = type(inputs).__name__
+        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of single ones, not {kind}")
     if isinstance(inputs, np.ndarray):
         inputs = as_tensor(inputs)
     names = chosen_devices(devices)
@@ -67,32 +75,7 @@ def chosen_devices(devices: Sequence[str | torch.device] | str | torch.device) -
     """A worker's device each, of a list of devices, one, or "auto". Raises RecipeError."""
     single = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
     chosen: Any = [devices] if single else devices
-    if not isinstance(chosen, str | Sequence):
-        raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
     return prediction_devices(chosen, cuda_for(chosen), cores())
-
-
-def _check(model: object, inputs: object, batch_size: object) -> None:
-    """Raises RecipeError where a program hands over something else, before anything starts."""
-    if isinstance(model, str | os.PathLike):
-        raise RecipeError(
-            f"predict() takes a model, but {os.fspath(model)!r} is a path: type "
-            f"trainer.load({os.fspath(model)!r}).predict(images), which labels images as the run evaluated them"
-        )
-    if isinstance(model, type):
-        raise RecipeError(f"predict() takes a model, but {model.__name__} is a class: make one, {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(inputs, DataLoader):
-        raise RecipeError(
-            "predict() makes the batches itself, but a DataLoader gives batches: give the inputs, "
-            "as in (item[0] for item in loader.dataset)"
-        )
-    iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
-    if isinstance(inputs, str | bytes | os.PathLike | Mapping) or not iterable:
-        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of them, not {type(inputs).__name__}")
-    if not isinstance(batch_size, int | None):
-        raise RecipeError(f"batch_size= is a whole number, or None, not {type(batch_size).__name__}")
 
 
 def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from trainer.saving.files import read, read_json, why
 
 Status = Literal["running", "completed", "stopped", "failed", "killed"]
 ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
-OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "part-0000": "predictions"}
+OTHERS = {"compare.json": "a comparison", "predict.json": "predictions", "predictions.part": "predictions"}
 FOREIGN = "no files of a run"
 MAX_FILES = 20_000  # of a folder, that are counted for its size
 LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # files with the time at which a run last did something

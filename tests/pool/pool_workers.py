@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.pool import ItemError, current_device
+from trainer.pool import current_device
 
 
 def square(item):
@@ -355,13 +355,10 @@ class Coded(Exception):
 
 ERRORS = {
     "missing": lambda: os.stat("/nowhere/at all"),
-    "key": lambda: {}["a"],
     "coded": lambda: _throw(Coded("mine", 3)),
     "stop": lambda: next(iter(())),
     "picky": picky,
     "exit": lambda: _throw(SystemExit(3)),
-    "item": lambda: _throw(ItemError(5, "inner")),
-    "memory": lambda: _throw(torch.OutOfMemoryError("out of memory")),
 }
 
 

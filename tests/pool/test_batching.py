@@ -197,8 +197,8 @@ class Taken:
     def __init__(self):
         self.batches = []
 
-    def send_batch(self, items):
-        self.batches.append(list(items))
+    def send(self, kind, packed):
+        self.batches.append(packed.open())
 
 
 def scheduled(*workers):

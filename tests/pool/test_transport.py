@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.pool.transport import SMALLEST, Extent, Message, fetch, new_slot, pack, pack_rows, store
+from trainer.pool.transport import SMALLEST, fetch, new_slot, pack, pack_rows, store
 from trainer.processes.memory_file import ALIGNMENT, MemoryFile
 
 
@@ -113,20 +113,6 @@ def test_many_rows_are_one_block(shape, slot):
     equal(there_and_back(rows, slot, True, pack_rows), rows)
 
 
-def test_axes_keep_their_order_in_memory(slot):
-    """A model in channels_last stays so, and is as fast."""
-    for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (1, 3, 4, 5)):
-        image = torch.randn(shape).to(memory_format=torch.channels_last)
-        for value in (image, [image, image], [image]):
-            back = there_and_back(value, slot, True, pack if value is image else pack_rows)
-            equal(back, value)
-            last = back if value is image else back[-1]
-            assert last.is_contiguous(memory_format=torch.channels_last)
-    odd = torch.randn(4, 5, 6).permute(2, 0, 1)
-    assert there_and_back(odd, slot, True).stride() == odd.stride()
-    assert there_and_back(odd[:, ::2], slot, True).is_contiguous()
-
-
 def test_what_is_owned_survives_the_slot(slot):
     value = {"a": torch.arange(5), "b": [np.arange(5)]}
     mine = there_and_back(value, slot, copy=True)
@@ -161,11 +147,6 @@ def test_a_model_travels_with_its_ties(slot):
     copy = there_and_back(model, slot, copy=True)
     equal(dict(copy.state_dict()), dict(model.state_dict()))
     assert copy[2].weight is copy[0].weight and copy[0].weight.requires_grad
-
-
-def test_messages():
-    message = Message(Extent(1, 2, 3, 4, 5), 6, 7, 8, 1 << 50)
-    assert Message.from_bytes(message.to_bytes()) == message
 
 
 def test_nothing_has_a_name_and_all_is_given_back():

@@ -13,12 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.errors import PredictionError, RecipeError
-from trainer.pool.handles import Answer, ProcessHandle, ThreadHandle
+from trainer.pool.handles import ProcessHandle
 from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.stream import Job, Stream
 from trainer.pool.worker import Kind
-
-Start = Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
 
 STARTING = 900.0  # seconds that a setup may take: models are downloaded and compiled in it
 STARTS = 10  # times that a seat's workers may end without any result
@@ -27,9 +25,11 @@ GRACE = 1.0  # seconds for idle workers to end by themselves
 
 
 class Engine:
-    """Keeps a worker on each seat of a scheduler. `start` starts one; its second argument wakes this thread."""
+    """Keeps a worker on each seat of a scheduler. `start` starts one."""
 
-    def __init__(self, start: Start, scheduler: Scheduler, item_timeout: float | None) -> None:
+    def __init__(
+        self, start: Callable[[Seat], ProcessHandle], scheduler: Scheduler, item_timeout: float | None
+    ) -> None:
         self.start, self.scheduler, self.item_timeout = start, scheduler, item_timeout
         self.seats = scheduler.seats
         self.error: BaseException | None = None
@@ -117,7 +117,7 @@ class Engine:
             self.scheduler.fail(error)
         handles = [(bool(seat.queue) or not seat.ready, seat.handle) for seat in self.seats if seat.handle]
         for _, handle in handles:
-            handle.stop()
+            handle.connection.close()  # it ends once it is idle
         deadline = time.monotonic() + GRACE
         for busy, handle in sorted(handles, key=lambda pair: not pair[0]):
             handle.kill(0.0 if busy else max(0.0, deadline - time.monotonic()))
@@ -128,7 +128,7 @@ class Engine:
 
     def _start(self, seat: Seat) -> None:
         try:
-            seat.handle = self.start(seat, self.wake)
+            seat.handle = self.start(seat)
         except Exception as error:
             raise PredictionError(f"{seat} cannot be started: {error}") from error
         seat.ready, seat.since, seat.starts = False, time.monotonic(), seat.starts + 1
@@ -137,32 +137,28 @@ class Engine:
 
     def _listen(self, timeout: float | None) -> None:
         """Wait for answers, ended workers and callers, and handle them."""
-        before = time.monotonic()
         ready = {key.data.index for key, _ in self._selector.select(timeout) if key.data}
-        late = time.monotonic() - before - (timeout or 0.0)
-        if timeout is not None and late > 1:  # this process was stopped, and perhaps the workers too
-            for seat in self.seats:
-                seat.since += late
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
         for seat in self.seats:
-            if seat.handle and (seat.index in ready or isinstance(seat.handle, ThreadHandle)):
-                for answer in seat.handle.receive():
-                    self._receive(seat, answer)
+            if seat.handle and seat.index in ready:
+                self._receive(seat)
                 if ended := seat.handle.ended():
                     self._replace(seat, ended)
 
-    def _receive(self, seat: Seat, answer: Answer) -> None:
-        if answer.kind is Kind.BROKEN:
-            failure = answer.open()
-            error = PredictionError(f"the setup of {seat} failed: {failure.message}")
-            error.add_note(f"in the worker:\n{failure.traceback}")
-            raise error
-        if answer.kind is Kind.READY:
-            seat.ready = True
-        else:
-            self.scheduler.answered(seat, answer)
+    def _receive(self, seat: Seat) -> None:
+        assert seat.handle
+        for message, packed in seat.handle.receive():
+            if message.kind == Kind.BROKEN:
+                failure = packed.open()
+                error = PredictionError(f"the setup of {seat} failed: {failure.message}")
+                error.add_note(f"in the worker:\n{failure.traceback}")
+                raise error
+            if message.kind == Kind.READY:
+                seat.ready = True
+            else:
+                self.scheduler.answered(seat, message, packed)
 
     def _replace(self, seat: Seat, how: str) -> None:
         """A worker has ended, or must: start another, and repeat what it had."""
@@ -183,8 +179,6 @@ class Engine:
 
     def _deadline(self, seat: Seat) -> float | None:
         """When a seat's worker counts as hung."""
-        if isinstance(seat.handle, ThreadHandle):
-            return None
         if not seat.ready:
             return seat.since + STARTING
         if self.item_timeout is None or not seat.queue or isinstance(seat.queue[0], Job):
@@ -214,8 +208,7 @@ class Engine:
             if not self._late(seat):
                 continue
             assert seat.handle
-            for answer in seat.handle.receive():  # it may have arrived just now
-                self._receive(seat, answer)
+            self._receive(seat)  # it may have arrived just now
             if self._late(seat):
                 allowed = f"item_timeout={self.item_timeout:g} s" if seat.ready else f"the {STARTING:g} s of a setup"
                 self._replace(seat, f"it took longer than {allowed} and was stopped")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from trainer.pool.failures import Failure, ItemError, raisable
-from trainer.pool.handles import Answer
+from trainer.pool.transport import Packed
 
 
 def as_it_is(item: Any) -> Any:
@@ -159,22 +158,6 @@ class Stream:
         self.news.set()
 
 
-class JobFuture(Future[Any]):
-    """A Future whose callbacks cannot end the pool's thread, which calls them."""
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        super().add_done_callback(partial(_call_back, fn))
-
-
-def _call_back(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
-    try:
-        function(future)
-    except Exception:
-        raise  # concurrent.futures logs it
-    except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__} in a callback of a DevicePool ends nothing") from error
-
-
 @dataclass(eq=False)
 class Job:
     """A call of `submit`."""
@@ -186,14 +169,14 @@ class Job:
     running: bool = False
 
 
-def finish(future: Future[Any], answer: Answer) -> None:
+def finish(future: Future[Any], packed: Packed, failed: int) -> None:
     """Set a job's result or error from its worker's answer."""
     try:
-        result = answer.open()
+        result = packed.open()
     except BaseException as error:
         resolve(future, error=raisable(error))
         return
-    if answer.failures:
+    if failed:
         resolve(future, error=result.exception())
     else:
         resolve(future, result)

@@ -54,8 +54,8 @@ class DevicePool:
     refused, results are on the CPU and own their memory.
 
     Args:
-        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker process has as many
-            threads as OMP_NUM_THREADS says, or else its part of the cores.
+        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker has as many threads as
+            OMP_NUM_THREADS says, or else its part of the cores.
         worker: the class or function. It must pickle: defined at the top of a module.
         arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
             gets its own copy of those pages).
@@ -72,8 +72,8 @@ class DevicePool:
             yields the `ItemError` in the result's place.
 
     Raises:
-        RecipeError: arguments that cannot mean anything, or a worker that does not pickle: before anything starts.
-        SetupError: a device that this machine lacks.
+        RecipeError: a device that is not here, arguments that cannot mean anything, or a worker that does not pickle:
+            before anything starts.
     """
 
     def __init__(
@@ -145,10 +145,8 @@ class DevicePool:
                     try:
                         stream.put(taken, next(source))
                         taken += 1
-                    except StopIteration:
-                        stream.end()
                     except Exception as error:
-                        broken = error
+                        broken = None if isinstance(error, StopIteration) else error
                         stream.end()
                 elif not isinstance(results, ItemError):
                     given += len(results)
@@ -260,8 +258,8 @@ def _starter(
         raise
     except Exception as error:
         raise _unpicklable(worker, error) from error
-    served = method == "forkserver"
-    context: Any = fork_server.context("trainer.pool.worker") if served else multiprocessing.get_context("spawn")
+    spawn = method == "spawn"
+    context: Any = multiprocessing.get_context(method) if spawn else fork_server.context("trainer.pool.worker")
     threads = threads_each(count)
     return lambda seat: ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
 

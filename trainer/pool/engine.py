@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import threading
@@ -132,7 +133,7 @@ class Engine:
         except Exception as error:
             raise PredictionError(f"{seat} cannot be started: {error}") from error
         seat.ready, seat.since, seat.starts = False, time.monotonic(), seat.starts + 1
-        for source in seat.handle.waits_on():
+        for source in seat.handle.waits_on:
             self._selector.register(source, selectors.EVENT_READ, seat)
 
     def _listen(self, timeout: float | None) -> None:
@@ -167,7 +168,7 @@ class Engine:
         if seat.starts >= STARTS:
             raise PredictionError(f"{seat} ended {seat.starts} times without a result, last: {how}")
         assert seat.handle
-        for source in seat.handle.waits_on():
+        for source in seat.handle.waits_on:
             self._selector.unregister(source)
         seat.handle.kill()
         seat.handle = None
@@ -175,14 +176,12 @@ class Engine:
         self.scheduler.rescue(seat, how)
         self._start(seat)
 
-    # --- time ---------------------------------------------------------------------------------------------------------
-
-    def _deadline(self, seat: Seat) -> float | None:
+    def _deadline(self, seat: Seat) -> float:
         """When a seat's worker counts as hung."""
         if not seat.ready:
             return seat.since + STARTING
         if self.item_timeout is None or not seat.queue or isinstance(seat.queue[0], Job):
-            return None
+            return math.inf
         count = len(seat.queue[0].items)
         allowed = count * self.item_timeout
         usual = self.scheduler.batching.expected(seat.index, count)
@@ -190,25 +189,20 @@ class Engine:
             allowed = min(allowed, self.item_timeout + 4 * usual)
         return seat.since + allowed
 
-    def _late(self, seat: Seat) -> bool:
-        deadline = self._deadline(seat)
-        return deadline is not None and time.monotonic() > deadline
-
     def _time_left(self) -> float | None:
         """Seconds until something is due, or None."""
         now = time.monotonic()
-        due = [deadline for seat in self.seats if (deadline := self._deadline(seat)) is not None]
+        due = [self._deadline(seat) for seat in self.seats]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]
         if len(set(self.scheduler.batching.kinds)) > 1 and any(seat.queue for seat in self.seats):
             due.append(now + LOOK)
-        return max(0.0, min(due) - now) if due else None
+        return max(0.0, min(due) - now) if min(due) < math.inf else None
 
     def _replace_hung(self) -> None:
         for seat in self.seats:
-            if not self._late(seat):
+            if self._deadline(seat) > time.monotonic():
                 continue
-            assert seat.handle
             self._receive(seat)  # it may have arrived just now
-            if self._late(seat):
+            if self._deadline(seat) <= time.monotonic():
                 allowed = f"item_timeout={self.item_timeout:g} s" if seat.ready else f"the {STARTING:g} s of a setup"
                 self._replace(seat, f"it took longer than {allowed} and was stopped")

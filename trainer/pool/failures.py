@@ -63,21 +63,12 @@ class Failure:
             return None
         return error if isinstance(error, BaseException) else None
 
-    def exception(self) -> Exception:
+    def exception(self) -> BaseException:
         """The exception for a job's Future: the worker's own where it unpickles, with the worker's traceback."""
-        error = raisable(self.original() or PredictionError(self.message))
+        error = self.original() or PredictionError(self.message)
         with suppress(BaseException):
             error.add_note(f"in the worker:\n{self.traceback}")
         return error
-
-
-def raisable(error: BaseException) -> Exception:
-    """The exception itself, or a PredictionError in place of a SystemExit or the like, which would end the program."""
-    if isinstance(error, Exception):
-        return error
-    replaced = PredictionError(Failure.of(error).message)
-    replaced.__cause__ = error
-    return replaced
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from trainer.pool.transport import Message, Packed, fetch, new_slot, store
@@ -19,26 +17,22 @@ DEPTH = 2  # batches that a worker has at most: one that it computes, and the ne
 
 
 class ProcessHandle:
-    """A worker process. One thread calls all methods but `waits_on`; the process dies with it."""
+    """A worker process. One thread calls its methods; the process dies with it."""
 
-    def __init__(self, context: BaseContext, definition: Definition, device: str, threads: int, name: str) -> None:
+    def __init__(self, context: Any, definition: Definition, device: str, threads: int, name: str) -> None:
         self.connection, theirs = context.Pipe()
         self.slots = [new_slot() for _ in range(DEPTH)]
         self.free = deque(range(DEPTH))
         self.lost = False  # the pipe is closed at its other end
         arguments = (theirs, self.slots, definition, device, threads, dict(os.environ))
-        process: Any = context.Process  # type: ignore[attr-defined]
-        self.process = process(target=main, args=arguments, name=name)
+        self.process = context.Process(target=main, args=arguments, name=name)
         resource_tracker.ensure_running()  # now, for it unblocks SIGINT
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for the child, until it ignores SIGINT itself
         try:
             fork_server.start(self.process)
         finally:
             theirs.close()
-
-    def waits_on(self) -> Sequence[Any]:
-        """What becomes readable when the worker answers or ends."""
-        return self.connection, self.process.sentinel
+        self.waits_on = self.connection, self.process.sentinel  # readable when the worker answers or ends
 
     def send(self, kind: Kind, packed: Packed) -> None:
         number = self.free[0]

@@ -249,25 +249,22 @@ class Scheduler:
         for task in reversed(tasks):
             started = task is tasks[0]
             if isinstance(task, Chunk):
-                self._rescue(seat, task, started, how)
-                continue
+                task.holders -= 1
+                if task.done or task.holders:
+                    continue
             task.tries += started
-            if task.tries < self.retries:
-                self.jobs[task.lane].appendleft(task)
+            if isinstance(task, Job):
+                if task.tries < self.retries:
+                    self.jobs[task.lane].appendleft(task)
+                else:
+                    text = f"{seat} ended with the job, {task.tries} times: {how}"
+                    resolve(task.future, error=PredictionError(text))
+                continue
+            again = task.stream.again[self._lane(seat)]
+            if not started or (task.tries < self.retries and len(task.items) > 1):
+                again.appendleft(task)  # unchanged: results depend on the batch, if only in the last bits
+            elif len(task.items) > 1:
+                task.done = True
+                again.extendleft(reversed(task.singles(self.retries - 1)))
             else:
-                text = f"{seat} ended with the job, {task.tries} times: {how}"
-                resolve(task.future, error=PredictionError(text))
-
-    def _rescue(self, seat: Seat, chunk: Chunk, started: bool, how: str) -> None:
-        chunk.holders -= 1
-        if chunk.done or chunk.holders:
-            return
-        chunk.tries += started
-        again = chunk.stream.again[self._lane(seat)]
-        if not started or (chunk.tries < self.retries and len(chunk.items) > 1):
-            again.appendleft(chunk)  # unchanged: results depend on the batch, if only in the last bits
-        elif len(chunk.items) > 1:
-            chunk.done = True
-            again.extendleft(reversed(chunk.singles(self.retries - 1)))
-        else:
-            self._try_again(seat, chunk, Failure(how, ""))
+                self._try_again(seat, task, Failure(how, ""))

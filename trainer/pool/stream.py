@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from trainer.pool.failures import Failure, ItemError, raisable
+from trainer.errors import PredictionError
+from trainer.pool.failures import Failure, ItemError
 from trainer.pool.transport import Packed
 
 
@@ -112,7 +113,8 @@ class Stream:
                     raise
                 except BaseException as error:  # one does not unpickle
                     if len(indices) > 1:  # find which
-                        self._do_singly(chunk)
+                        self.again[self._lane(indices.start)].extend(chunk.singles(1))
+                        self.wake()
                         continue
                     failure = Failure.of(error)
                     message = f"the result does not unpickle: {failure.message}"
@@ -129,10 +131,6 @@ class Stream:
         if results is not None:
             self._next += 1 if isinstance(results, ItemError) else len(results)
         return results
-
-    def _do_singly(self, chunk: Chunk) -> None:
-        self.again[self._lane(chunk.indices.start)].extend(chunk.singles(1))
-        self.wake()
 
     def _lane(self, index: int) -> int:
         return index // self.width % len(self.lanes)
@@ -173,16 +171,16 @@ def finish(future: Future[Any], packed: Packed, failed: int) -> None:
     """Set a job's result or error from its worker's answer."""
     try:
         result = packed.open()
-    except BaseException as error:
-        resolve(future, error=raisable(error))
-        return
-    if failed:
-        resolve(future, error=result.exception())
-    else:
-        resolve(future, result)
+        error = result.exception() if failed else None
+    except BaseException as broken:
+        result, error = None, broken
+    resolve(future, result, error)
 
 
 def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    """Set a Future's result or error, unless it was cancelled."""
+    """Set a Future's result or error, unless it was cancelled; what would end a program, as SystemExit, is a cause."""
+    if error is not None and not isinstance(error, Exception):
+        cause, error = error, PredictionError(Failure.of(error).message)
+        error.__cause__ = cause
     with suppress(InvalidStateError):
         future.set_exception(error) if error else future.set_result(result)

@@ -25,13 +25,9 @@ LITTLE = 1 << 15  # elements that torch copies in one thread; for more it uses s
 
 
 def new_slot() -> MemoryFile:
-    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message.
-
-    Raises:
-        SetupError: this system does not have it.
-    """
-    refusal = "worker processes share memory in a way that only Linux has, which this is not"
-    return MemoryFile.create("trainer-pool", SMALLEST, refusal)
+    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message. Raises
+    SetupError where this system does not have it."""
+    return MemoryFile.create("trainer-pool", SMALLEST, "a DevicePool shares memory in a way that only Linux has")
 
 
 class Extent(NamedTuple):
@@ -73,9 +69,6 @@ class Packed:
         if len(self.buffers) == self.rows:
             return [rows(buffer, 1)[0] for buffer in self.buffers]
         return list(rows(self.buffers[0], self.rows))
-
-
-# --- pickling ---------------------------------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> Packed:
@@ -214,15 +207,9 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _alike(rows: Sequence[Any], first: Tensor) -> bool:
-    shape, dtype, device = first.shape, first.dtype, first.device
-    return first.is_contiguous() and all(
-        type(row) is Tensor
-        and row.shape == shape
-        and row.dtype is dtype
-        and row.device == device
-        and row.layout is torch.strided
-        for row in rows
-    )
+    kind = first.shape, first.dtype, first.device
+    plain = (row for row in rows if type(row) is Tensor and row.layout is torch.strided)
+    return first.is_contiguous() and sum((row.shape, row.dtype, row.device) == kind for row in plain) == len(rows)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -122,8 +122,6 @@ def _checked(results: Any, count: int) -> Any:
     kind = type(results).__name__
     if isinstance(results, dict | str | bytes) or not hasattr(results, "__len__"):
         raise TypeError(f"batch() gave a {kind}: return a list of {count} results, or a tensor of shape ({count}, ...)")
-    if isinstance(results, torch.Tensor) and not results.ndim:
-        raise TypeError(f"batch() gave a tensor without dimensions: return one of shape ({count}, ...)")
     rows = results if isinstance(results, torch.Tensor | np.ndarray) else list(results)
     if len(rows) != count:
         raise ValueError(f"batch() gave {len(rows)} results for {count} items: return one for each, in order")

@@ -65,10 +65,6 @@ def threads(_=None):
     return torch.get_num_threads()
 
 
-def fail(item):
-    raise ValueError(f"no {item}")
-
-
 def fail_at_three(item):
     if item == 3:
         raise ValueError("no threes")
@@ -127,18 +123,8 @@ class Numbers(nn.Module):
         return self.layers(inputs)
 
 
-class Poisoned(Classifier):
-    """Refuses batches with a NaN, and takes a while."""
-
-    def batch(self, items):
-        if any(item.isnan().any() for item in items):
-            raise ValueError("poisoned")
-        time.sleep(0.002)
-        return super().batch(items)
-
-
-class Hanging(Poisoned):
-    """Sleeps for ever, the first time that it meets an item of infinities."""
+class Hanging(Classifier):
+    """Refuses batches with a NaN; sleeps for ever, the first time that it meets an item of infinities."""
 
     def __init__(self, model, folder):
         super().__init__(model)
@@ -150,7 +136,10 @@ class Hanging(Poisoned):
             if item[0].isinf() and not mark.exists():
                 mark.touch()
                 time.sleep(1000)
-        return super().batch([item.nan_to_num(nan=float("nan"), posinf=1.0) for item in items])
+        if any(item.isnan().any() for item in items):
+            raise ValueError("poisoned")
+        time.sleep(0.002)
+        return super().batch([item.nan_to_num(posinf=1.0) for item in items])
 
 
 class Sizes:
@@ -189,10 +178,6 @@ def mathematics(item):
     return float(total + torch.conv2d(images, torch.ones(8, 8, 3, 3)).sum() + np.dot(square, square).sum() + item)
 
 
-def variable(name):
-    return os.environ.get(name)
-
-
 def draw(_):
     time.sleep(0.05)
     return float(np.random.rand())
@@ -228,20 +213,6 @@ class DeadSetup:
         return item
 
 
-class Counting:
-    """Keeps items and state; tells how many setups there were."""
-
-    setups = 0
-    lock = threading.Lock()
-
-    def setup(self, device):
-        with Counting.lock:
-            Counting.setups += 1
-
-    def __call__(self, item):
-        return Counting.setups
-
-
 class Changing:
     """Writes to its arguments."""
 
@@ -258,10 +229,6 @@ class Picky(Exception):
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
-
-
-def picky():
-    raise Picky(1, 2)
 
 
 def native(_=None):
@@ -297,6 +264,13 @@ def leave(item):
     os.closerange(3, 64)
 
 
+class Plain(BaseException):
+    pass
+
+
+ENDS = {"sys.exit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt(), "BaseException": Plain("mine")}
+
+
 class Quits:
     """Ends whoever pickles it, or makes it anew, in the way that `how` says; in this process only where `pid` is 0."""
 
@@ -305,31 +279,13 @@ class Quits:
 
     def __reduce__(self):
         if self.stage == "pickling" and self.pid != os.getpid():
-            end(self.how)
+            raise ENDS[self.how]
         return made_anew, (self.how, self.stage, self.pid)
-
-
-class Plain(BaseException):
-    pass
-
-
-def end(how):
-    match how:
-        case "sys.exit":
-            raise SystemExit(3)
-        case "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        case "BaseException":
-            raise Plain("mine")
-        case "MemoryError":
-            raise MemoryError("mine")
-        case "RecursionError":
-            return end(how)
 
 
 def made_anew(how, stage, pid):
     if stage == "unpickling" and pid != os.getpid():
-        end(how)
+        raise ENDS[how]
     return Quits(how, stage, pid)
 
 
@@ -353,29 +309,22 @@ class Coded(Exception):
         self.code, self.detail = code, detail
 
 
-ERRORS = {
-    "missing": lambda: os.stat("/nowhere/at all"),
-    "coded": lambda: _throw(Coded("mine", 3)),
-    "stop": lambda: next(iter(())),
-    "picky": picky,
-    "exit": lambda: _throw(SystemExit(3)),
-}
-
-
-def _throw(error):
-    raise error
-
-
 def throw(name):
-    return ERRORS[name]() if name in ERRORS else name
+    match name:
+        case "missing":
+            os.stat("/nowhere/at all")
+        case "coded":
+            raise Coded("mine", 3)
+        case "stop":
+            next(iter(()))
+        case "picky":
+            raise Picky(1, 2)
+        case "exit":
+            raise SystemExit(3)
+    return name
 
 
 def kill_at_three(item):
     if item == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return item
-
-
-def total(frame):
-    labels, (raw, _) = frame["others"]
-    return [int(frame["image"].sum()), int(labels.sum()), raw[0]]

@@ -83,8 +83,8 @@ class LoadedModel:
         """Label images.
 
         Args:
-            images: a path of an image or of a folder, a Pillow image, an array (H, W, C) or (H, W), a tensor (C, H, W)
-                or several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
+            images: a path of an image or a folder, a Pillow image, an array (H, W, C) or (H, W), a tensor (C, H, W) or
+                several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
             devices: None is the first GPU, or else the CPU, in this process. A list, as in ["cuda:0", "cuda:1"], or
                 "auto" starts a worker for each, which pays for many images.
             on_error: "skip" puts a PredictionError in place of the answer to an image that cannot be read, as
@@ -195,6 +195,5 @@ def load(run: str | Path | None = None, *words: str) -> LoadedModel:
         RecipeError: the words mean nothing, or the run was trained on something else than images.
     """
     if not isinstance(run, str | Path | None):
-        given = f"not {type(run).__name__}"
-        raise RecipeError(f"load() takes a run's folder or file of weights, as in load('runs/x'), {given}")
+        raise RecipeError(f"load() takes a run's path, as in load('runs/x'), not {type(run).__name__}")
     return LoadedModel(newest_run() if run is None else run_named(str(run)), words)

@@ -26,18 +26,16 @@ def command(words: Sequence[str]) -> str:
     runs += [word for word in rest if "=" not in word]
     if len(runs) != 1:
         raise RecipeError(f"export needs one run, {EXAMPLE}, not {len(runs)}; runs lists them")
-    if "format" not in options:
-        raise RecipeError(f"export needs format=, one of {', '.join(SUFFIXES)}, {EXAMPLE}")
     launching.load_plugin(options.get("plugin"))
     rest = [word for word in rest if "=" in word]
-    return export_run(run_named(runs[0]), options["format"], options.get("output"), rest)[1]
+    return export_run(run_named(runs[0]), options.get("format", ""), options.get("output"), rest)[1]
 
 
 def export_run(path: Path, kind: str, output: str | Path | None, words: Sequence[str]) -> tuple[Path, str]:
     """Export the weights at `path` as `kind` into `output` (None: beside them); returns the file, and what to print.
     Raises as `command`."""
     if kind not in SUFFIXES:
-        raise RecipeError(f"format={kind[:80]} is not one of {', '.join(SUFFIXES)}")
+        raise RecipeError(f"format={kind[:80]}: export needs one of {', '.join(SUFFIXES)}, {EXAMPLE}")
     target = _default_target(path, kind) if output is None else Path(output).expanduser()
     if target.suffix != SUFFIXES[kind]:
         raise RecipeError(f"output={target}: files of format={kind} end with {SUFFIXES[kind]}")

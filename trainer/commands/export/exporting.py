@@ -25,9 +25,7 @@ BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must
 TOLERANCE = 1e-4  # of the largest output
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
-RESIZED = (
-    "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"  # `photos.held_out`
-)
+RESIZED = "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"
 OUTPUTS = {
     "classification": "a score a class: softmax gives probabilities",
     "multilabel": "a score a label: the sigmoid gives probabilities",
@@ -107,7 +105,6 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
         "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
         "output": source.facts["output"],
         "agrees": agreement,
-        "use": "python -m trainer guide export has programs that run it",
     }
     head = f"exported {path} ({source.facts['model']}) as format={kind}"
     return "\n".join([head, *(f"  {title:<7} {text}" for title, text in lines.items())]) + "\n"
@@ -175,10 +172,7 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     return buffer.getvalue(), runner
 
 
-WRITERS: dict[str, Callable[[ExportSource], tuple[bytes, Runner]]] = {
-    "onnx": to_onnx,
-    "exported_program": to_exported_program,
-}
+WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
 
 
 def _program(source: ExportSource) -> torch.export.ExportedProgram:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,8 @@ class Labeller:
             # Items of a user's own data set are read one after the other: nothing says that they may be read at once.
             several = self.source is None or isinstance(self.source, EncodedPhotos)
             self._decoders = ThreadPoolExecutor(self.threads if several else 1, "decoding")
-        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, _tell, WARM)
+        tell = partial(print, file=sys.stderr, flush=True)  # results may go to stdout
+        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, tell, WARM)
 
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
         """Begin to read them; the pool calls this as soon as a batch arrives, while the one before is labelled."""
@@ -178,11 +180,6 @@ class Labeller:
         with torch.autocast(self.device.type, precision, enabled=precision is not None):
             outputs: Tensor = self.model(batch)
         return outputs
-
-
-def _tell(line: str) -> None:
-    """Beside the results, which may go to stdout."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Forward:

@@ -113,17 +113,15 @@ def _decoders(devices: Sequence[str]) -> int:
     when one has to share its core.
     """
     each = cores() // len(devices)
-    gpus = any(name != "cpu" for name in devices)
-    return max(1, min(DECODERS, each)) if gpus else min(DECODERS, each // 2)
+    return min(DECODERS, max(1, each) if any(name != "cpu" for name in devices) else each // 2)
 
 
 def _claim(folder: Path) -> None:
     """Make the folder, and hold it as long as this process lives. Raises FolderInUseError, SetupError."""
     locks.hold(folder, "command")
-    if (folder / "recipe.yaml").exists() or (folder / "result.json").exists():
-        raise FolderInUseError(f"{folder} holds a training run; choose another output=")
-    if any(os.path.lexists(folder / name) for name in ("predict.json", "predictions.csv", "predictions.jsonl")):
-        raise FolderInUseError(f"{folder} holds predictions already; choose another output=")
+    used = ("recipe.yaml", "result.json", "predict.json", "predictions.csv", "predictions.jsonl")
+    if any(os.path.lexists(folder / name) for name in used):
+        raise FolderInUseError(f"{folder} holds a run or predictions already; choose another output=")
     if (folder / PART).is_file():
         remove(folder / PART)
         say(f"{folder} has rows of a command that was stopped: all images are labelled anew")

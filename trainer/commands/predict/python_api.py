@@ -44,11 +44,9 @@ def predict(
         RecipeError: no such device, a model that cannot be sent to a worker, or something else in place of either.
         ItemError: the model failed on an input; its `index` is the input's number.
     """
-    if isinstance(model, str | os.PathLike):
-        path = repr(os.fspath(model))
-        raise RecipeError(f"predict() takes a model, but {path} is a path: type trainer.load({path}).predict(images)")
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
+        given = f"{type(model).__name__}; to label images with a run type trainer.load('runs/x').predict(images)"
+        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {given}")
     iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
     if isinstance(inputs, str | bytes | os.PathLike | Mapping | DataLoader) or not iterable:
         kind = type(inputs).__name__
@@ -88,15 +86,13 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:
-    with _pool(model, devices, batch_size) as pool:
-        yield from pool.map(inputs)
-
-
-def _pool(model: nn.Module, devices: Sequence[str], batch_size: int | None) -> DevicePool:
-    """Workers that have the model; one with a lambda, or of a class that no module holds, travels by value."""
-    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
+    """A model with a lambda, or of a class that no module holds, travels by value."""
+    pool, homeless = None, any(type(part).__module__ == "__main__" for part in model.modules())
     if not (homeless and pickling.nowhere_to_import()):
         with suppress(RecipeError):
-            return DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
-    sent = pickling.packed(model, "the model", "let it hold only what can be pickled")
-    return DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)
+            pool = DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
+    if pool is None:
+        sent = pickling.packed(model, "the model", "let it hold only what can be pickled")
+        pool = DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)
+    with pool:
+        yield from pool.map(inputs)

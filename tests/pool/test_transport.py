@@ -65,13 +65,10 @@ VALUES = {
     "conjugate": torch.tensor([1 + 2j]).conj(),
     "gradient": torch.ones(3, requires_grad=True) * 2,
     "array": np.arange(12).reshape(3, 4),
-    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
     "slice": np.arange(12)[::3],
-    "strings": np.array(["a", "bc"]),
     "objects": np.array([1, "a", None], dtype=object),
     "structured": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "text": "ä" * 100_000,
-    "bytes": b"x" * 1_000_000,
     "nested": {"a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})], "c": "d"},
     "object": Point(torch.ones(3), 2),
 }
@@ -86,22 +83,14 @@ def test_round_trip(name, copy, slot):
 
 
 def test_rows_of_all_kinds_come_back_as_lists(slot):
+    whole, lone = torch.arange(12.0).reshape(4, 3), torch.arange(3)
+    rows = [(whole, [*whole]), (whole.t(), [*whole.t()]), (whole.numpy(), [*whole.numpy()]), (tuple(whole), [*whole])]
+    rows += [(lone, [torch.tensor(i) for i in range(3)]), ([], [])]
+    mixed = ([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(2, dtype=torch.int64)], [torch.ones(1), 1])
+    rows += [(each, each) for each in (*mixed, [np.ones(2), np.ones(2, np.int32)])]
     for copy in (True, False):
-        whole = torch.arange(12.0).reshape(4, 3)
-        equal(there_and_back(whole, slot, copy, pack_rows), list(whole))
-        equal(there_and_back(whole.t(), slot, copy, pack_rows), list(whole.t()))
-        equal(there_and_back(whole.numpy(), slot, copy, pack_rows), list(whole.numpy()))
-        equal(there_and_back(tuple(whole), slot, copy, pack_rows), list(whole))
-        for mixed in (
-            [torch.ones(2), torch.ones(3)],
-            [torch.ones(2), torch.ones(2, dtype=torch.int64)],
-            [torch.ones(1), 1],
-        ):
-            equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
-        mixed = [np.ones(2), np.ones(2, np.int32)]
-        equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
-        equal(there_and_back([], slot, copy, pack_rows), [])
-        equal(there_and_back(torch.arange(3), slot, copy, pack_rows), [torch.tensor(i) for i in range(3)])
+        for given, wanted in rows:
+            equal(there_and_back(given, slot, copy, pack_rows), wanted)
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 40, 40), (3, 200, 200)], ids=["tiny", "small", "big"])

@@ -131,7 +131,6 @@ def test_what_the_file_tells_and_computes(here, kind):
     ("source", "target"),
     [
         ("runs/images", "runs/images/model.pt2"),
-        ("runs/images/last.safetensors", "runs/images/model.pt2"),
         ("runs/images/best.safetensors", "runs/images/model-best.pt2"),
         ("runs/images/checkpoints/step-00000002", "runs/images/model-step-00000002.pt2"),
     ],
@@ -160,18 +159,6 @@ def test_weights_that_do_not_say_what_inputs_are(here):
     assert "float32 (batch, 1, 8, 8)" in exporting.command(["images-old", "format=exported_program"])
     with pytest.raises(CheckpointError, match="what its inputs are"):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
-
-
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_other_tasks(here, task):
-    ok("recipe=digits", "mode=single", "model.name=mlp", "max_steps=1", *QUIET, f"output=runs/{task}", cwd=here)
-    recipe = here / "runs" / task / "recipe.yaml"
-    with safe_open(here / "runs" / task / "last.safetensors", "pt") as file:
-        told = file.metadata()
-    told["recipe"] = json.dumps({**json.loads(told["recipe"]), "task": {"name": task}})
-    save_file(load_file(here / "runs" / task / "last.safetensors"), recipe.parent / "last.safetensors", told)
-    text = exporting.command([task, "format=exported_program"])
-    assert ("the sigmoid gives probabilities" if task == "multilabel" else "the values") in text
 
 
 def test_a_model_that_looks_at_values_is_refused_in_one_line(here):
@@ -203,21 +190,17 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_disk_that_is_full_at_any_byte_is_one_line(here, kind, full):
+def test_a_disk_that_is_full_is_one_line(here, kind):
     """The kernel cuts a write short, then refuses the next."""
     run = here / "runs" / "images"
     before = sorted(run.rglob("*"))
     exporting.command(["images", f"format={kind}", "output=model-whole" + exporting.SUFFIXES[kind]])
     size = (here / f"model-whole{exporting.SUFFIXES[kind]}").stat().st_size
-    for limit in (0, 1, 100, size // 3, size * 9 // 10, size * 2) if full else (size * 9 // 10,):
-        command = [sys.executable, "-c", LIMITED, str(limit), "export", "images", f"format={kind}"]
-        done = warm.run(command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180)
-        if limit > size:
-            assert done.returncode == 0, done.stderr
-        else:
-            assert done.returncode == 28, (limit, done.stderr[-2000:])
-            assert re.fullmatch(r"trainer: error: runs/images: .*disk is full \(.*\).*\n", done.stderr), done.stderr
-            assert sorted(run.rglob("*")) == before
+    command = [sys.executable, "-c", LIMITED, str(size * 9 // 10), "export", "images", f"format={kind}"]
+    done = warm.run(command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 28, done.stderr[-2000:]
+    assert re.fullmatch(r"trainer: error: runs/images: .*disk is full \(.*\).*\n", done.stderr), done.stderr
+    assert sorted(run.rglob("*")) == before
 
 
 def test_what_a_killed_export_left_behind_is_removed_by_the_next(here):

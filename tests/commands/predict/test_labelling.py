@@ -17,10 +17,8 @@ from tests.simulated.tape import graphs_on_the_cpu
 from trainer.commands.predict import labelling, sources
 from trainer.commands.predict.labelling import Labeller, Preparation
 from trainer.data import Loader, Shard, open_datasets
-from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import shorter_side
 from trainer.recipe import load
 from trainer.tasks import Classification
 
@@ -166,17 +164,6 @@ def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size
         assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path
 
 
-@pytest.mark.parametrize("size", [32, 80])
-def test_a_cache_of_decoded_photos_changes_no_pixel(own_threads, kinds, size):
-    words = [f"data.root={kinds}", "data.name=imagefolder", f"data.image_size={size}", "augment.crop=resized"]
-    recipe = load(None, *words, f"data.cache_size={shorter_side(size)}", "data.cache_format=raw", "model.name=cnn")
-    data = as_stored(open_datasets(recipe, Before(None, elsewhere=True)), recipe)
-    listed = sources.dataset_split(data, "val")
-    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, Classification(recipe, ("a", "b")), listed.source)
-    for item in listed.items:
-        assert torch.equal(worker._prepared(item.payload), worker._prepared(item.path)), item.path
-
-
 class Means(nn.Module):
     def __init__(self):
         super().__init__()
@@ -201,12 +188,3 @@ def test_batches_of_one_size_are_replayed(own_threads, word, capfd):
         assert recorders == []
     else:
         assert len(recorders) == 1 and recorders[0].replays > 10 and capfd.readouterr().err == ""
-
-
-def test_a_model_that_collects_is_launched(own_threads, capfd):
-    with graphs_on_the_cpu() as recorders:
-        worker = labeller()
-        for _ in range(labelling.WARM + 3):
-            worker.batch([*torch.zeros(4, 3, 8, 8, dtype=torch.uint8)])
-    assert recorders[0].replays == 0 and len(capfd.readouterr().err.splitlines()) == 1
-    assert len(worker.model.shapes) == labelling.WARM + 3

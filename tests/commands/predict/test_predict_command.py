@@ -17,10 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, orphaned_blocks, result, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer
 from tests.data.photo_folders import coloured, photo
 from tests.pages import GUIDE
-from tests.storms import Job, slack
 from trainer.commands.predict.labelling import Labels
 from trainer.commands.predict.predict_command import COLUMNS, Rows, _decoders
 from trainer.commands.predict.sources import Item
@@ -210,21 +209,6 @@ def test_a_folder_that_holds_something_is_refused(digits, photos, labelled):
         done = trainer(*words, *more, f"output={folder}")
         assert done.returncode == 8 and "choose another output=" in done.stderr and done.stderr.count("\n") == 1
     assert (labelled[0] / "predictions.csv").read_bytes() == before
-
-
-@pytest.mark.full("twenty starts")
-def test_killed_as_it_starts_it_leaves_nothing(digits, photos, tmp_path):
-    """No worker and no fork server is left five seconds later, whatever was being imported."""
-    words = ["predict", f"checkpoint={digits}", f"data.root={photos}", "devices=[cpu,cpu]", "predict.batch_size=1"]
-    met = set()
-    for n in range(20):
-        job = Job(tmp_path / str(n), *words)
-        time.sleep(0.4 * n * slack())
-        met.add(len(job.members()))
-        job.main.kill()
-        job.end(5 * slack())
-        assert not orphaned_blocks(job.blocks)
-    assert len(met) > 1, met  # its children were met too
 
 
 @pytest.mark.full

@@ -85,7 +85,7 @@ def label(trained: LabelModel, folder: Path) -> None:
     for others in inputs.ignored:
         say(f"ignored: {others}")
     rows = Rows(folder, recipe.predict.format, trained.classes, trained.task.reads != "values")
-    progress = Progress(inputs.count, recipe.logging, devices)
+    lines = SpeedLines(inputs.count, recipe.logging, devices)
     arguments = (trained.model, trained.preparation, recipe, trained.task, inputs.source, _decoders(devices))
     begun, waiting = time.perf_counter(), deque[Item]()
 
@@ -101,7 +101,7 @@ def label(trained: LabelModel, folder: Path) -> None:
         ) as pool:
             for labels in pool.map(payloads()):
                 rows.write(waiting.popleft(), labels)
-                progress.note(pool)
+                lines.note(pool)
         rows.finish()
     _sum_up(rows, time.perf_counter() - begun)
 
@@ -198,7 +198,7 @@ class Rows:
             put(self._part, self.final)
 
 
-class Progress:
+class SpeedLines:
     """About every five seconds a line with each device's speed."""
 
     def __init__(self, count: int | None, logging: LoggingRecipe, devices: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -223,10 +222,6 @@ class Picky(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def native(_=None):
-    return threading.get_native_id()
-
-
 def on_device(shape):
     return {"a": torch.ones(shape, device=current_device())}
 
@@ -248,12 +243,6 @@ class Logged:
         if 5 in items:
             raise ValueError("no fives")
         return items
-
-
-def leave(item):
-    """Closes its pipe and stays."""
-    threading.Thread(target=time.sleep, args=(1000,)).start()
-    os.closerange(3, 64)
 
 
 class Plain(BaseException):

@@ -175,12 +175,6 @@ def test_batches_are_bounded_by_memory():
     assert pace.size == 8
     pace.observe(1, 1e-6, size=2 * BYTES)
     assert pace.size == 1
-    pace = paced(device(0.002, 0.0005))
-    pace.shrink(pace.size)
-    shrunk = pace.size
-    for _ in range(40):
-        pace.observe(pace.size, 0.002 + 0.0005 * pace.size)
-    assert pace.size == shrunk, "what did not fit is not tried again"
 
 
 class Taken:
@@ -213,17 +207,6 @@ def test_a_lone_item_is_not_forgotten():
     time.sleep(LINGER)
     scheduler.hand_out()
     assert fast == [["alone"]] and stream.due is None
-
-
-def test_what_another_worker_leaves_is_not_forgotten():
-    scheduler, stream, (fast, slow) = scheduled((8, 1.5), (1, 1.0))
-    for n in range(3):
-        stream.put(n, n)
-    scheduler.hand_out()
-    assert slow == [[0]] and not fast and stream.due is not None
-    time.sleep(LINGER)
-    scheduler.hand_out()
-    assert fast and fast[0][0] == 1
 
 
 def test_a_worker_with_a_job_is_not_waited_for():

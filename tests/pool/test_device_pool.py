@@ -147,12 +147,12 @@ def test_a_model_gives_on_many_devices_what_it_gives_on_one(count):
 
 
 def test_round_robin_deals_items_in_turn():
-    with DevicePool(CPUS, workers.native, assign="round_robin") as pool:
+    with DevicePool(CPUS, workers.who, assign="round_robin") as pool:
         ids = list(pool.map(range(30)))
         assert len(set(ids[:3])) == 3 and ids == ids[:3] * 10
-        jobs = [pool.submit(workers.native, 0) for _ in range(9)]
+        jobs = [pool.submit(workers.who, 0) for _ in range(9)]
         assert [job.result() for job in jobs] == ids[:9]
-    with DevicePool(CPUS, workers.native, assign="round_robin", batch_size=4) as pool:
+    with DevicePool(CPUS, workers.who, assign="round_robin", batch_size=4) as pool:
         ids = list(pool.map(range(36)))
         assert len(set(ids[::4])) == 3 and ids == [worker for worker in ids[::4] for _ in range(4)]
         assert ids[::4] == ids[:12:4] * 3

@@ -175,15 +175,6 @@ def test_what_kills_as_it_is_looked_at_is_the_only_item_to_blame(size):
     assert "SIGKILL" in results[3].message and results[8] == -8
 
 
-def test_a_worker_that_leaves_its_pipe_is_replaced():
-    with DevicePool(["cpu"], workers.leave, retries=1) as pool:
-        assert pool.submit(workers.square, 2).result() == 4
-        [pid] = pids(pool)
-        with pytest.raises(ItemError, match="pipe"):
-            list(pool.map([1]))
-    assert gone(pid)
-
-
 def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
     with DevicePool(["cpu"], workers.square) as pool:
         assert pool.submit(workers.mark_and_die_once, tmp_path).result() == "done"

@@ -1,13 +1,13 @@
 """What travels between processes: taken apart, laid out in a slot, and made anew."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from trainer.pool.transport import SMALLEST, fetch, new_slot, pack, pack_rows, store
 from trainer.processes.memory_file import ALIGNMENT, MemoryFile
@@ -20,37 +20,22 @@ def slot():
     slot.close()
 
 
-@dataclass
-class Point:
-    x: torch.Tensor
-    y: int
-
-
 def there_and_back(value, slot, copy, take=pack, start=0):
     extent = store(take(value), slot, start)
     return fetch(slot.reach(extent.end), extent, copy).open()
 
 
 def equal(one, two):
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, two.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
-        return
-    assert type(one) is type(two)
-    if isinstance(one, np.ndarray):
-        np.testing.assert_array_equal(one, two)
-        assert one.dtype == two.dtype and one.shape == two.shape
-    elif isinstance(one, dict):
-        assert one.keys() == two.keys()
-        for key in one:
-            equal(one[key], two[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two)
-        for left, right in zip(one, two, strict=True):
-            equal(left, right)
-    elif isinstance(one, Point):
-        equal((one.x, one.y), (two.x, two.y))
-    else:
-        assert one == two
+    (mine, made), (theirs, given) = tree_flatten(one), tree_flatten(two)
+    assert made == given and all(isinstance(right, type(left)) for left, right in zip(mine, theirs, strict=True))
+    for left, right in zip(mine, theirs, strict=True):
+        if isinstance(left, torch.Tensor):
+            torch.testing.assert_close(left, right.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
+        elif isinstance(left, np.ndarray):
+            np.testing.assert_array_equal(left, right)
+            assert left.dtype == right.dtype and left.shape == right.shape
+        else:
+            assert left == right
 
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -70,7 +55,6 @@ VALUES = {
     "structured": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "text": "ä" * 100_000,
     "nested": {"a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})], "c": "d"},
-    "object": Point(torch.ones(3), 2),
 }
 
 

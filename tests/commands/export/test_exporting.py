@@ -42,20 +42,6 @@ def words(data):
 def bag(num_classes, channels, image_size):
     return nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(48, num_classes))
 
-
-class Moody(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.one, self.two = nn.Linear(64, num_classes), nn.Linear(64, num_classes)
-
-    def forward(self, images):
-        flat = images.flatten(1)
-        return self.one(flat) if flat.sum() > 0 else self.two(flat)
-
-
-@register_model("moody")
-def moody(num_classes, channels, image_size):
-    return Moody(num_classes)
 """
 
 
@@ -68,8 +54,6 @@ def home(tmp_path_factory):
     ok("recipe=digits", "model.name=cnn_gn", "ema=0.9", *short, "output=runs/images", cwd=home)
     own = ["plugin=mine_to_export", "data.name=words", "model.name=bag", "batch_size=8"]
     ok(*own, *short, "output=runs/words", cwd=home)
-    own = ["plugin=mine_to_export", "recipe=digits", "model.name=moody"]
-    ok(*own, *short, "output=runs/moody", cwd=home)
     return home
 
 
@@ -127,16 +111,10 @@ def test_what_the_file_tells_and_computes(here, kind):
         torch.testing.assert_close(run(inputs), source.model(inputs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("runs/images", "runs/images/model.pt2"),
-        ("runs/images/best.safetensors", "runs/images/model-best.pt2"),
-        ("runs/images/checkpoints/step-00000002", "runs/images/model-step-00000002.pt2"),
-    ],
-)
-def test_from_all_that_holds_weights(here, source, target):
-    text = exporting.command([source, "format=exported_program"])
+@pytest.mark.parametrize("source", ["best.safetensors", "checkpoints/step-00000002"])
+def test_from_all_that_holds_weights(here, source):
+    target = f"runs/images/model-{source.removeprefix('checkpoints/').removesuffix('.safetensors')}.pt2"
+    text = exporting.command([f"runs/images/{source}", "format=exported_program"])
     assert f"  file    {target}, " in text and (here / target).is_file()
 
 
@@ -161,14 +139,6 @@ def test_weights_that_do_not_say_what_inputs_are(here):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
 
 
-def test_a_model_that_looks_at_values_is_refused_in_one_line(here):
-    words = ["moody", "plugin=mine_to_export"]
-    with pytest.raises(RecipeError) as error:
-        exporting.command([*words, "format=exported_program"])
-    assert re.match(r"format=exported_program .*model\.name=moody \(.*\): try format=", str(error.value))
-    assert "\n" not in str(error.value) and [*(here / "runs" / "moody").glob("*model*")] == []
-
-
 def test_what_computes_something_else_gets_no_name(here, monkeypatch):
     writer = export.WRITERS["exported_program"]
 
@@ -177,8 +147,9 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
         return content, lambda inputs: run(inputs) * 1.01
 
     monkeypatch.setitem(export.WRITERS, "exported_program", wrong)
-    with pytest.raises(RecipeError, match=r"\b1 samples? .*outputs differ by \d"):
+    with pytest.raises(RecipeError, match=r"cannot .*\b1 samples? .*outputs differ by \d.*try format=onnx") as error:
         exporting.command(["images", "format=exported_program"])
+    assert "\n" not in str(error.value)
     assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
 
 
@@ -274,8 +245,3 @@ def test_without_onnx_it_says_what_to_install(here, monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(SetupError, match=r"format=onnx .*pip install onnx onnxscript onnxruntime"):
         exporting.command(["images", "format=onnx"])
-
-
-def test_wrong_words_are_answered_without_torch(here):
-    done = trainer("export", "images", "format=onx", cwd=here)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("trainer: error: format=onx: ")

@@ -14,32 +14,29 @@ from torch import nn
 from tests.data.photos.test_decoding import exif
 from tests.data.photos.test_lazy_images import scene
 from tests.simulated.tape import graphs_on_the_cpu
-from trainer.commands.predict import labelling, sources
+from trainer.commands.predict import sources
 from trainer.commands.predict.labelling import Labeller, Preparation
 from trainer.data import Loader, Shard, open_datasets
 from trainer.data.folders.layout import Before
-from trainer.data.photos.lazy_images import Picture
 from trainer.recipe import load
 from trainer.tasks import Classification
 
 
-class Seen(nn.Module):
-    """Ten classes; remembers the shapes that it was given."""
+class Means(nn.Module):
+    """Ten classes."""
 
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(3 * 8 * 8, 10)
-        self.shapes = []
+        self.head, self.drop = nn.Linear(3 * 8 * 8, 10), nn.Dropout(0.5)
 
     def forward(self, images):
-        self.shapes.append(tuple(images.shape))
-        return self.head(images.flatten(1))
+        return self.head(self.drop(images.flatten(1)))
 
 
-def labeller(*words, threads=0, model=Seen):
+def labeller(*words, threads=0):
     torch.manual_seed(0)
     found = Labeller(
-        model(),
+        Means(),
         Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3),
         load(None, *words),
         Classification(load(None), ()),
@@ -65,18 +62,6 @@ def test_decoding_in_threads_labels_alike(own_threads, photos):
     one, four = labeller(), labeller(threads=4)
     alone, beside = one.batch(paths * 2), four.batch(four.prepare(paths * 2))
     assert alone == beside and any(row.error for row in alone)
-
-
-def test_files_are_decoded_at_the_same_time(own_threads, monkeypatch):
-    together = threading.Barrier(4, timeout=20)
-
-    def opened(path, *_):
-        together.wait()
-        return Picture.of(torch.full((3, 8, 8), int(path), dtype=torch.uint8))
-
-    monkeypatch.setattr(labelling, "open_image", opened)
-    worker = labeller(threads=4)
-    assert not any(row.error for row in worker.batch(worker.prepare(list("01234567"))))
 
 
 def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkeypatch, photos):
@@ -164,21 +149,12 @@ def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size
         assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path
 
 
-class Means(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.drop = nn.Linear(3 * 8 * 8, 10), nn.Dropout(0.5)
-
-    def forward(self, images):
-        return self.head(self.drop(images.flatten(1)))
-
-
 @pytest.mark.parametrize("word", ["graphs=auto", "precision=bf16", "graphs=false"])
 def test_batches_of_one_size_are_replayed(own_threads, word, capfd):
     """Labels are those of launched passes, to the bit; a batch of another size is launched."""
     with graphs_on_the_cpu() as recorders:
         precision = [word] * word.startswith("precision")
-        workers = [labeller(word, model=Means), labeller("graphs=false", *precision, model=Means)]
+        workers = [labeller(word), labeller("graphs=false", *precision)]
         rows = torch.randint(0, 256, (200, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
         for start in [*range(0, 72, 4), 73, *range(80, 120, 4)]:
             items = [*rows[start : start + (3 if start == 73 else 4)]]

@@ -41,16 +41,6 @@ def test_a_model_over_devices_gives_what_one_gives():
 
 
 @pytest.mark.parametrize(
-    "layout", [lambda x: x[..., ::-1], lambda x: x.astype(">f4"), lambda x: np.rot90(x, axes=(1, 2))]
-)
-def test_arrays_of_any_layout_are_inputs(layout):
-    inputs = layout(np.random.default_rng(0).random((5, 4, 4), dtype=np.float32))
-    expected = torch.tensor(inputs.tolist())
-    assert torch.equal(predict(nn.Identity(), inputs, devices=["cpu"]), expected)
-    assert torch.equal(torch.stack(list(predict(nn.Identity(), iter(inputs), devices=["cpu"]))), expected)
-
-
-@pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"model": "runs/x"}, r"trainer\.load\('runs/x'\)\.predict"),

@@ -49,8 +49,8 @@ def predict(
         raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {given}")
     iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
     if isinstance(inputs, str | bytes | os.PathLike | Mapping | DataLoader) or not iterable:
-        kind = type(inputs).__name__
-        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of single ones, not {kind}")
+        given = type(inputs).__name__
+        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of single ones, not {given}")
     if isinstance(inputs, np.ndarray):
         inputs = as_tensor(inputs)
     names = chosen_devices(devices)

@@ -45,9 +45,9 @@ def test_a_model_over_devices_gives_what_one_gives():
     [
         ({"model": "runs/x"}, r"trainer\.load\('runs/x'\)\.predict"),
         ({"model": {"a": 1}}, "takes a model, a torch.nn.Module, not dict"),
-        ({"inputs": "photos"}, "a tensor of inputs or an iterable of single ones, not str"),
-        ({"inputs": None}, "a tensor of inputs or an iterable of single ones, not NoneType"),
-        ({"inputs": DataLoader(PAIRS)}, "an iterable of single ones, not DataLoader"),
+        ({"inputs": "photos"}, "a tensor, or an iterable of single inputs, not str"),
+        ({"inputs": None}, "a tensor, or an iterable of single inputs, not NoneType"),
+        ({"inputs": DataLoader(PAIRS)}, "an iterable of single inputs, not DataLoader"),
         ({"devices": "gpu"}, "devices: gpu is not a device"),
         ({"devices": []}, "names none"),
         ({"devices": ["cuda:7"]}, "is not here"),

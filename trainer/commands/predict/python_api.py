@@ -49,7 +49,7 @@ def predict(
         raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {given}")
     iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
     if isinstance(inputs, str | bytes | os.PathLike | Mapping | DataLoader) or not iterable:
-        raise RecipeError(f"predict() takes a tensor of inputs or an iterable of single ones, not {type(inputs).__name__}")
+        raise RecipeError(f"predict() takes a tensor, or an iterable of single inputs, not {type(inputs).__name__}")
     if isinstance(inputs, np.ndarray):
         inputs = as_tensor(inputs)
     names = chosen_devices(devices)

@@ -61,7 +61,8 @@ def test_decoding_in_threads_labels_alike(own_threads, photos):
     paths = [str(path) for path in sorted(photos.rglob("*.*")) if path.suffix in (".png", ".jpg")]
     one, four = labeller(), labeller(threads=4)
     alone, beside = one.batch(paths * 2), four.batch(four.prepare(paths * 2))
-    assert alone == beside and any(row.error for row in alone)
+    bad = ("empty.png", "text.jpg", "truncated.jpg")
+    assert alone == beside and [bool(row.error) for row in alone] == [path.endswith(bad) for path in paths * 2]
 
 
 def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkeypatch, photos):

@@ -19,10 +19,8 @@ def test_files_folders_and_lists_in_the_order_given(photos, tmp_path, monkeypatc
     one = str(photos / "1" / "03.png")
     found = sources.image_files([one, str(photos / "odd"), "list.txt"])
     paths = [item.path for item in found.items]
-    assert found.count == len(paths) == 1 + 5 + 2 and [os.path.basename(path) for path in paths[:2]] == [
-        "03.png",
-        "cmyk.jpg",
-    ]
+    assert found.count == len(paths) == 1 + 5 + 2
+    assert [os.path.basename(path) for path in paths[:2]] == ["03.png", "cmyk.jpg"]
     assert paths[-2:] == ["a.png", os.fsdecode(b"b\xe9.png")]
     [ignored] = found.ignored
     assert re.search(r"\b1 other file \(\.md\)", ignored)

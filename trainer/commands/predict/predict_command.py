@@ -225,10 +225,10 @@ class SpeedLines:
 
 def _sum_up(rows: Rows, seconds: float) -> None:
     """Print and keep the result. Raises PredictionError where images were given up."""
-    counts, folder = rows.counts, rows.final.parent
+    counts = rows.counts
     accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
     result = {**counts, "top1": accuracy, "seconds": seconds}
-    write_atomically(folder / "predict.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(rows.final.with_name("predict.json"), json.dumps(result, indent=2) + "\n")
     if counts["images"] <= FEW:
         width = max((len(path) for path, _ in rows.first), default=0)
         for path, answer in rows.first:

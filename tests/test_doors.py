@@ -285,13 +285,21 @@ def by_command(folder: Path, *words: Any) -> list[dict[str, str]]:
         return [*csv.DictReader(file)]
 
 
+def images_of(rows: list[dict[str, str]], told: Truth) -> list[tuple[str, str]]:
+    """The class and the kind of each photo, by its path; those of a program have the order."""
+    paths = [Path(row["path"]).parts for row in rows]
+    if not all("val" in parts for parts in paths):
+        return [*told]
+    return [(unicodedata.normalize("NFC", parts[parts.index("val") + 1]), parts[-1]) for parts in paths]
+
+
 def check_rows(rows: list[dict[str, str]], told: Truth) -> None:
-    """The rows say the same of all these photos, of which each has its class; those of a program have the order."""
+    """The rows say the same of all these photos: of a data set each has its class, of files its path."""
     answers = [{name: float(p) for name, p in (each.split("=") for each in row["top5"].split(";"))} for row in rows]
     if not any(row["label"] for row in rows):
-        check(dict(zip(told, answers, strict=True)), told, LOSSLESS)
+        check(dict(zip(images_of(rows, told), answers, strict=True)), told, LOSSLESS)
         return
-    found = sorted((row["label"], float(row["label_probability"])) for row in rows)
+    found = sorted((row["label"], each[row["label"]]) for row, each in zip(rows, answers, strict=True))
     wanted = sorted((name, each[name]) for (name, _), each in told.items())
     assert [name for name, _ in found] == [name for name, _ in wanted]
     for (name, one), (_, other) in zip(found, wanted, strict=True):

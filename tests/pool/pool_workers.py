@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.pool import ItemError, current_device
+from trainer.pool import current_device
 
 
 def square(item):
@@ -61,14 +60,6 @@ def where(_=None):
     return str(current_device()), current_device() == torch.device(str(current_device()))
 
 
-def threads(_=None):
-    return torch.get_num_threads()
-
-
-def fail(item):
-    raise ValueError(f"no {item}")
-
-
 def fail_at_three(item):
     if item == 3:
         raise ValueError("no threes")
@@ -85,10 +76,6 @@ def unpicklable(item):
 
 def doubled(tensor):
     return tensor.mul_(2)
-
-
-def ones(shape):
-    return torch.ones(shape)
 
 
 def kill_myself(item):
@@ -127,18 +114,8 @@ class Numbers(nn.Module):
         return self.layers(inputs)
 
 
-class Poisoned(Classifier):
-    """Refuses batches with a NaN, and takes a while."""
-
-    def batch(self, items):
-        if any(item.isnan().any() for item in items):
-            raise ValueError("poisoned")
-        time.sleep(0.002)
-        return super().batch(items)
-
-
-class Hanging(Poisoned):
-    """Sleeps for ever, the first time that it meets an item of infinities."""
+class Hanging(Classifier):
+    """Refuses batches with a NaN; sleeps for ever, the first time that it meets an item of infinities."""
 
     def __init__(self, model, folder):
         super().__init__(model)
@@ -150,7 +127,10 @@ class Hanging(Poisoned):
             if item[0].isinf() and not mark.exists():
                 mark.touch()
                 time.sleep(1000)
-        return super().batch([item.nan_to_num(nan=float("nan"), posinf=1.0) for item in items])
+        if any(item.isnan().any() for item in items):
+            raise ValueError("poisoned")
+        time.sleep(0.002)
+        return super().batch([item.nan_to_num(posinf=1.0) for item in items])
 
 
 class Sizes:
@@ -189,10 +169,6 @@ def mathematics(item):
     return float(total + torch.conv2d(images, torch.ones(8, 8, 3, 3)).sum() + np.dot(square, square).sum() + item)
 
 
-def variable(name):
-    return os.environ.get(name)
-
-
 def draw(_):
     time.sleep(0.05)
     return float(np.random.rand())
@@ -228,20 +204,6 @@ class DeadSetup:
         return item
 
 
-class Counting:
-    """Keeps items and state; tells how many setups there were."""
-
-    setups = 0
-    lock = threading.Lock()
-
-    def setup(self, device):
-        with Counting.lock:
-            Counting.setups += 1
-
-    def __call__(self, item):
-        return Counting.setups
-
-
 class Changing:
     """Writes to its arguments."""
 
@@ -258,14 +220,6 @@ class Picky(Exception):
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
-
-
-def picky():
-    raise Picky(1, 2)
-
-
-def native(_=None):
-    return threading.get_native_id()
 
 
 def on_device(shape):
@@ -291,10 +245,11 @@ class Logged:
         return items
 
 
-def leave(item):
-    """Closes its pipe and stays."""
-    threading.Thread(target=time.sleep, args=(1000,)).start()
-    os.closerange(3, 64)
+class Plain(BaseException):
+    pass
+
+
+ENDS = {"sys.exit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt(), "BaseException": Plain("mine")}
 
 
 class Quits:
@@ -305,31 +260,13 @@ class Quits:
 
     def __reduce__(self):
         if self.stage == "pickling" and self.pid != os.getpid():
-            end(self.how)
+            raise ENDS[self.how]
         return made_anew, (self.how, self.stage, self.pid)
-
-
-class Plain(BaseException):
-    pass
-
-
-def end(how):
-    match how:
-        case "sys.exit":
-            raise SystemExit(3)
-        case "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        case "BaseException":
-            raise Plain("mine")
-        case "MemoryError":
-            raise MemoryError("mine")
-        case "RecursionError":
-            return end(how)
 
 
 def made_anew(how, stage, pid):
     if stage == "unpickling" and pid != os.getpid():
-        end(how)
+        raise ENDS[how]
     return Quits(how, stage, pid)
 
 
@@ -353,32 +290,22 @@ class Coded(Exception):
         self.code, self.detail = code, detail
 
 
-ERRORS = {
-    "missing": lambda: os.stat("/nowhere/at all"),
-    "key": lambda: {}["a"],
-    "coded": lambda: _throw(Coded("mine", 3)),
-    "stop": lambda: next(iter(())),
-    "picky": picky,
-    "exit": lambda: _throw(SystemExit(3)),
-    "item": lambda: _throw(ItemError(5, "inner")),
-    "memory": lambda: _throw(torch.OutOfMemoryError("out of memory")),
-}
-
-
-def _throw(error):
-    raise error
-
-
 def throw(name):
-    return ERRORS[name]() if name in ERRORS else name
+    match name:
+        case "missing":
+            os.stat("/nowhere/at all")
+        case "coded":
+            raise Coded("mine", 3)
+        case "stop":
+            next(iter(()))
+        case "picky":
+            raise Picky(1, 2)
+        case "exit":
+            raise SystemExit(3)
+    return name
 
 
 def kill_at_three(item):
     if item == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return item
-
-
-def total(frame):
-    labels, (raw, _) = frame["others"]
-    return [int(frame["image"].sum()), int(labels.sum()), raw[0]]

@@ -1,15 +1,15 @@
 """What travels between processes: taken apart, laid out in a slot, and made anew."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from trainer.pool.transport import SMALLEST, Extent, Message, fetch, new_slot, pack, pack_rows, store
+from trainer.pool.transport import SMALLEST, fetch, new_slot, pack, pack_rows, store
 from trainer.processes.memory_file import ALIGNMENT, MemoryFile
 
 
@@ -20,37 +20,22 @@ def slot():
     slot.close()
 
 
-@dataclass
-class Point:
-    x: torch.Tensor
-    y: int
-
-
 def there_and_back(value, slot, copy, take=pack, start=0):
     extent = store(take(value), slot, start)
     return fetch(slot.reach(extent.end), extent, copy).open()
 
 
 def equal(one, two):
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, two.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
-        return
-    assert type(one) is type(two)
-    if isinstance(one, np.ndarray):
-        np.testing.assert_array_equal(one, two)
-        assert one.dtype == two.dtype and one.shape == two.shape
-    elif isinstance(one, dict):
-        assert one.keys() == two.keys()
-        for key in one:
-            equal(one[key], two[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two)
-        for left, right in zip(one, two, strict=True):
-            equal(left, right)
-    elif isinstance(one, Point):
-        equal((one.x, one.y), (two.x, two.y))
-    else:
-        assert one == two
+    (mine, made), (theirs, given) = tree_flatten(one), tree_flatten(two)
+    assert made == given and all(isinstance(right, type(left)) for left, right in zip(mine, theirs, strict=True))
+    for left, right in zip(mine, theirs, strict=True):
+        if isinstance(left, torch.Tensor):
+            torch.testing.assert_close(left, right.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
+        elif isinstance(left, np.ndarray):
+            np.testing.assert_array_equal(left, right)
+            assert left.dtype == right.dtype and left.shape == right.shape
+        else:
+            assert left == right
 
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -65,15 +50,11 @@ VALUES = {
     "conjugate": torch.tensor([1 + 2j]).conj(),
     "gradient": torch.ones(3, requires_grad=True) * 2,
     "array": np.arange(12).reshape(3, 4),
-    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
     "slice": np.arange(12)[::3],
-    "strings": np.array(["a", "bc"]),
     "objects": np.array([1, "a", None], dtype=object),
     "structured": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "text": "ä" * 100_000,
-    "bytes": b"x" * 1_000_000,
     "nested": {"a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})], "c": "d"},
-    "object": Point(torch.ones(3), 2),
 }
 
 
@@ -86,22 +67,14 @@ def test_round_trip(name, copy, slot):
 
 
 def test_rows_of_all_kinds_come_back_as_lists(slot):
+    whole, lone = torch.arange(12.0).reshape(4, 3), torch.arange(3)
+    rows = [(whole, [*whole]), (whole.t(), [*whole.t()]), (whole.numpy(), [*whole.numpy()]), (tuple(whole), [*whole])]
+    rows += [(lone, [torch.tensor(i) for i in range(3)]), ([], [])]
+    mixed = ([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(2, dtype=torch.int64)], [torch.ones(1), 1])
+    rows += [(each, each) for each in (*mixed, [np.ones(2), np.ones(2, np.int32)])]
     for copy in (True, False):
-        whole = torch.arange(12.0).reshape(4, 3)
-        equal(there_and_back(whole, slot, copy, pack_rows), list(whole))
-        equal(there_and_back(whole.t(), slot, copy, pack_rows), list(whole.t()))
-        equal(there_and_back(whole.numpy(), slot, copy, pack_rows), list(whole.numpy()))
-        equal(there_and_back(tuple(whole), slot, copy, pack_rows), list(whole))
-        for mixed in (
-            [torch.ones(2), torch.ones(3)],
-            [torch.ones(2), torch.ones(2, dtype=torch.int64)],
-            [torch.ones(1), 1],
-        ):
-            equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
-        mixed = [np.ones(2), np.ones(2, np.int32)]
-        equal(there_and_back(mixed, slot, copy, pack_rows), mixed)
-        equal(there_and_back([], slot, copy, pack_rows), [])
-        equal(there_and_back(torch.arange(3), slot, copy, pack_rows), [torch.tensor(i) for i in range(3)])
+        for given, wanted in rows:
+            equal(there_and_back(given, slot, copy, pack_rows), wanted)
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 40, 40), (3, 200, 200)], ids=["tiny", "small", "big"])
@@ -111,20 +84,6 @@ def test_many_rows_are_one_block(shape, slot):
     parcel = pack_rows(rows)
     assert parcel.rows == 70 and len(parcel.buffers) == 1
     equal(there_and_back(rows, slot, True, pack_rows), rows)
-
-
-def test_axes_keep_their_order_in_memory(slot):
-    """A model in channels_last stays so, and is as fast."""
-    for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (1, 3, 4, 5)):
-        image = torch.randn(shape).to(memory_format=torch.channels_last)
-        for value in (image, [image, image], [image]):
-            back = there_and_back(value, slot, True, pack if value is image else pack_rows)
-            equal(back, value)
-            last = back if value is image else back[-1]
-            assert last.is_contiguous(memory_format=torch.channels_last)
-    odd = torch.randn(4, 5, 6).permute(2, 0, 1)
-    assert there_and_back(odd, slot, True).stride() == odd.stride()
-    assert there_and_back(odd[:, ::2], slot, True).is_contiguous()
 
 
 def test_what_is_owned_survives_the_slot(slot):
@@ -161,11 +120,6 @@ def test_a_model_travels_with_its_ties(slot):
     copy = there_and_back(model, slot, copy=True)
     equal(dict(copy.state_dict()), dict(model.state_dict()))
     assert copy[2].weight is copy[0].weight and copy[0].weight.requires_grad
-
-
-def test_messages():
-    message = Message(Extent(1, 2, 3, 4, 5), 6, 7, 8, 1 << 50)
-    assert Message.from_bytes(message.to_bytes()) == message
 
 
 def test_nothing_has_a_name_and_all_is_given_back():

@@ -24,7 +24,7 @@ from trainer.errors import TrainerError
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes import Strategy
-from trainer.pool.argument_checks import check_devices
+from trainer.pool.device_pool import check_devices
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import ModelRecipe, load

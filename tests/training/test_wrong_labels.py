@@ -24,6 +24,11 @@ def read(folder):
         return list(csv.DictReader(file))
 
 
+def predicted(folder):
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def names(rows):
     return [Path(row["path"]).name for row in rows]
 
@@ -52,20 +57,20 @@ def run(photos, tmp_path_factory):
 
 @pytest.mark.slow
 def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
-    """Of the held-out images in the run's own file, of the training images in that of predict."""
+    """Of the held-out images in the run's own file; of the training images by what predict gives to their labels."""
     said = (run.parent / "said").read_text()
     [line] = [line for line in said.splitlines() if "predict.split=train" in line]
     assert str(run / FILE) in said
     words = shlex.split(line.partition("python -m trainer ")[2])
-    done = ok(*words, f"output={tmp_path / 'train'}", "devices=[cpu,cpu]")
-    assert str(tmp_path / "train" / FILE) in done.stdout
-    held, trained = read(run), read(tmp_path / "train")
+    ok(*words, f"output={tmp_path / 'train'}", "devices=[cpu,cpu]")
+    held, trained = read(run), predicted(tmp_path / "train")
     assert len(held) + len(trained) == COUNT and not set(names(held)) & set(names(trained))
+    trained.sort(key=lambda row: float(dict(each.split("=") for each in row["top5"].split(";")).get(row["label"], 0)))
     first = [*names(held)[:3], *names(trained)[:8]]
     assert photos[1] <= set(first), (photos[1], first)
+    doubts = [float(row["label_probability"]) for row in held]
+    assert doubts == sorted(doubts)
     for rows in (held, trained):
-        doubts = [float(row["label_probability"]) for row in rows]
-        assert doubts == sorted(doubts)
         assert all(os.path.basename(os.path.dirname(row["path"])) == row["label"] for row in rows)
         assert all(Path(row["path"]).is_file() for row in rows)
 
@@ -75,13 +80,13 @@ def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
     """Every held-out image once, with the same figures."""
     ok("predict", str(run), f"output={tmp_path / 'val'}", "devices=[cpu]")
     ok(*LEARN, "epochs=15", "mode=ddp", "nproc=2", f"data.root={photos[0]}", f"output={tmp_path / 'two'}")
-    mine, labelled, two = read(run), read(tmp_path / "val"), read(tmp_path / "two")
+    mine, labelled, two = read(run), predicted(tmp_path / "val"), read(tmp_path / "two")
     assert sorted(names(mine)) == sorted(names(two)) == sorted(names(labelled))
     by_name = {row["path"]: row for row in labelled}
     for row in mine:
         same = by_name[row["path"]]
-        assert (row["label"], row["predicted"]) == (same["label"], same["predicted"])
-        assert float(row["label_probability"]) == pytest.approx(float(same["label_probability"]), rel=1e-2)
+        assert (row["label"], row["predicted"]) == (same["label"], same["class"])
+        assert float(row["predicted_probability"]) == pytest.approx(float(same["probability"]), rel=1e-2)
     assert [*two[0]] == [*Doubt._fields]
 
 
@@ -101,13 +106,14 @@ def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, c
     several = ["mode=ddp", "nproc=2"] if cores == 2 else ["mode=single"]
     ok(*LEARN, *several, *words, "epochs=3", f"data.root={root}", f"output={tmp_path / 'run'}")
     ok("predict", str(tmp_path / "run"), f"output={tmp_path / 'val'}", "devices=[cpu]")
-    rows, labelled = read(tmp_path / "run"), {row["path"]: row for row in read(tmp_path / "val")}
+    rows = read(tmp_path / "run")
+    labelled = {row["path"]: row for row in predicted(tmp_path / "val") if row["class"]}
     whole = {str(path) for path in (root / "val").rglob("*.png") if path not in damaged}
     assert {row["path"] for row in rows} == whole == {*labelled}
     for row in rows:
         same = labelled[row["path"]]
-        assert (row["label"], row["predicted"]) == (same["label"], same["predicted"])
-        assert float(row["label_probability"]) == pytest.approx(float(same["label_probability"]), rel=1e-2)
+        assert (row["label"], row["predicted"]) == (same["label"], same["class"])
+        assert float(row["predicted_probability"]) == pytest.approx(float(same["probability"]), rel=1e-2)
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
@@ -121,8 +127,7 @@ def test_where_a_sample_has_not_one_class_there_is_none(task, tmp_path):
             file.write(f"{number}.png,{values[number % 3]}\n")
     words = ["recipe=digits", "data.name=imagefolder", f"task.name={task}", "mode=single", "batch_size=8", "epochs=1"]
     ok(*words, *QUIET, f"data.root={root}", f"data.labels={root / 'labels.csv'}", f"output={tmp_path / 'run'}")
-    ok("predict", str(tmp_path / "run"), "predict.split=train", f"output={tmp_path / 'out'}", "devices=[cpu]")
-    assert not (tmp_path / "run" / FILE).exists() and not (tmp_path / "out" / FILE).exists()
+    assert not (tmp_path / "run" / FILE).exists()
 
 
 def test_a_row_is_a_line_whatever_its_name():

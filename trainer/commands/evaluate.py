@@ -42,8 +42,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         CheckpointError: no such checkpoint, or no recipe with it.
     """
     if not isinstance(checkpoint, str | Path):
-        given = f"not {type(checkpoint).__name__}"
-        raise RecipeError(f"evaluate() takes a run's folder or file of weights, as in evaluate('runs/x'), {given}")
+        raise RecipeError(f"evaluate() takes a run's path, as in evaluate('runs/x'), not {type(checkpoint).__name__}")
     options, settings = split_words(words, ("split",))
     part = options.get("split", "val")
     if part not in ("val", "test"):
@@ -75,10 +74,9 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
     loader.close()
     if world.is_main:
-        scores = task.text(metrics_of(metrics))
         images = f"{metrics['val_samples']:,} {'test' if part == 'test' else 'held-out'} images of {data.name}"
         images += f"; {skipped:,} more cannot be read" if skipped else ""
-        say(f"{path}: {part} {scores} on {images}")
+        say(f"{path}: {part} {task.text(metrics_of(metrics))} on {images}")
     world.barrier()
     world.close()
     return {f"{part}_{key.removeprefix('val_')}": value for key, value in metrics.items()}

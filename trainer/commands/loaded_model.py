@@ -16,11 +16,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.commands.evaluate import evaluate_run
-from trainer.commands.export import default_target, export_run, format_named
-from trainer.commands.predict.labelling import Labeller, Labels
+from trainer.commands.export import export_run
+from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
 from trainer.commands.predict.python_api import chosen_devices
 from trainer.commands.predict.sources import image_files
-from trainer.commands.predict.trained_model import from_checkpoint
 from trainer.data.items import as_input
 from trainer.data.photos.decoding import from_item, reason
 from trainer.data.photos.pixel_range import wanted_of
@@ -29,6 +28,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.saving.run_names import newest_run, run_named
 
 AT_ONCE = 64  # images
+FORMS = "paths, Pillow images, uint8 arrays (H, W, C) and tensors (C, H, W) of 1 or 3 channels, or a list of them"
 Images = Any  # a path, a Pillow image, an array, a tensor, or a sequence of these
 
 
@@ -68,13 +68,11 @@ class LoadedModel:
     def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
         self.path = path
         self._words = tuple(words)
-        self._trained = from_checkpoint(path, self._words, split=False)
-        self.model: nn.Module = self._trained.model.eval()
+        self._trained = LabelModel.read(path, self._words, split=False)
+        self.model: nn.Module = self._trained.model
         self.classes: tuple[str, ...] = self._trained.classes
-
-    def __repr__(self) -> str:
-        names = ", ".join(self.classes[:5]) + ", ..." * (len(self.classes) > 5)
-        return f"{self._trained.recipe.model.name} of {self.path}, {len(self.classes)} classes: {names}"
+        # What a run says of its processes is not for a program's.
+        self._recipe = self._trained.recipe.replace(threads=None, predict={})
 
     def predict(
         self,
@@ -85,8 +83,8 @@ class LoadedModel:
         """Label images.
 
         Args:
-            images: a path of an image or of a folder, a Pillow image, an array (H, W, C) or (H, W), a tensor (C, H, W)
-                or several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
+            images: a path of an image or a folder, a Pillow image, an array (H, W, C) or (H, W), a tensor (C, H, W) or
+                several (N, C, H, W), or a sequence of these. Arrays and tensors are uint8, not normalised.
             devices: None is the first GPU, or else the CPU, in this process. A list, as in ["cuda:0", "cuda:1"], or
                 "auto" starts a worker for each, which pays for many images.
             on_error: "skip" puts a PredictionError in place of the answer to an image that cannot be read, as
@@ -106,33 +104,34 @@ class LoadedModel:
         answers: list[Prediction | PredictionError] = []
         with closing(self._labelled(items, devices)) as labelled:
             for number, (labels, item) in enumerate(zip(labelled, items, strict=True)):
-                answers.append(answer := self._prediction(labels, number, item))
-                if isinstance(answer, PredictionError) and on_error == "raise":
+                if isinstance(labels, Labels) and not labels.error:
+                    names = tuple(self.classes[place] for place in labels.classes)
+                    answers.append(Prediction(names, labels.probabilities))
+                    continue
+                error = labels.message if isinstance(labels, ItemError) else labels.error
+                answer = PredictionError(f"{item if isinstance(item, str) else f'image {number}'}: {error}")
+                if on_error == "raise":
                     raise PredictionError(f"{answer}; on_error='skip' answers for the others") if several else answer
+                answers.append(answer)
         return answers if several else answers[0]
 
     def _labelled(self, items: Sequence[Any], devices: Any) -> Generator[Labels | ItemError, None, None]:
         if devices is None:
             for start in range(0, len(items), AT_ONCE):
                 yield from self._labeller.batch([self._decoded(item) for item in items[start : start + AT_ONCE]])
-        else:
-            with DevicePool(chosen_devices(devices), Labeller, arguments=self._arguments, on_error="skip") as pool:
-                yield from pool.map(map(self._decoded, items))
+            return
+        made = self._trained
+        arguments = self.model, made.preparation, self._recipe, made.task, None
+        with DevicePool(chosen_devices(devices), Labeller, arguments=arguments, on_error="skip") as pool:
+            yield from pool.map(map(self._decoded, items))
 
     @cached_property
     def _labeller(self) -> Labeller:
         """This process's own. Launched: its program may call it from several threads, and change the model."""
-        model, preparation, recipe, task, source = self._arguments
-        labeller = Labeller(model, preparation, recipe.replace(graphs=False), task, source)
+        made = self._trained
+        labeller = Labeller(self.model, made.preparation, self._recipe.replace(graphs=False), made.task, None)
         labeller.setup(torch.device(chosen_devices("auto")[0]))
         return labeller
-
-    @property
-    def _arguments(self) -> tuple[Any, ...]:
-        """Of a worker. What a run says of its processes is not for a program's."""
-        made = self._trained
-        recipe = made.recipe.replace(threads=None, compile=False, predict={})
-        return self.model, made.preparation, recipe, made.task, None
 
     def evaluate(self, *words: str) -> dict[str, float]:
         """Evaluate on the run's held-out images again; see `trainer.evaluate`."""
@@ -149,39 +148,29 @@ class LoadedModel:
             RecipeError: no such format, or the file is there.
             SetupError: a library is missing, or the file cannot be written.
         """
-        kind = format_named(format)
-        target = default_target(self.path, kind) if output is None else Path(output).expanduser()
-        export_run(self.path, kind, target, self._words)
-        return target
+        return export_run(self.path, format, output, self._words)[0]
 
     def _items(self, images: Images) -> tuple[list[Any], bool]:
         """A path, a Pillow image or a tensor (C, H, W) uint8 for each image, and whether these are several."""
         if isinstance(images, str | os.PathLike):
-            path = Path(images).expanduser()
-            if path.is_dir():
-                return [item.path for item in image_files(str(path), ()).items], True
-            return [str(path)], False
-        if isinstance(images, Tensor | np.ndarray) and images.ndim == 4:
-            return [self._item(image) for image in images], True
-        if isinstance(images, Tensor | np.ndarray | Image.Image):
-            return [self._item(images)], False
+            path = str(Path(images).expanduser())
+            several = os.path.isdir(path)
+            return [item.path for item in image_files([path]).items] if several else [path], several
+        if isinstance(images, Image.Image):
+            return [images], False
+        if isinstance(images, Tensor | np.ndarray):
+            several = images.ndim == 4
+            return [self._item(image) for image in (images if several else [images])], several
         if isinstance(images, Sequence) and not isinstance(images, bytes):
             return [item for image in images for item in self._items(image)[0]], True
-        raise RecipeError(
-            "predict() takes paths, Pillow images, arrays (H, W, C) and tensors (C, H, W), or a list of them, not "
-            f"{type(images).__name__}"
-        )
+        raise RecipeError(f"predict() takes {FORMS}, not {type(images).__name__}")
 
-    def _item(self, image: Tensor | np.ndarray[Any, Any] | Image.Image) -> Tensor | Image.Image:
-        if isinstance(image, Image.Image):
-            return image
-        image = as_input(image) if isinstance(image, np.ndarray) else image
+    def _item(self, image: Tensor | np.ndarray[Any, Any]) -> Tensor:
         try:
-            return from_item(image, self._trained.preparation.channels)
+            array = as_input(image) if isinstance(image, np.ndarray) else image
+            return from_item(array, self._trained.preparation.channels)
         except TypeError as error:
-            raise RecipeError(
-                f"predict() takes uint8 images of 1 or 3 channels, as (H, W, C) arrays or (C, H, W) tensors: {error}"
-            ) from None
+            raise RecipeError(f"predict() takes {FORMS}: {error}") from None
 
     def _decoded(self, item: Any) -> Any:
         """What a worker takes: Pillow images as tensors, or why they are none."""
@@ -191,13 +180,6 @@ class LoadedModel:
             return from_item(item, self._trained.preparation.channels, wanted_of(self._trained.recipe.data))
         except Exception as error:  # decoders raise anything at all
             return PredictionError(reason(error))
-
-    def _prediction(self, labels: Labels | ItemError, number: int, item: Any) -> Prediction | PredictionError:
-        error = labels.message if isinstance(labels, ItemError) else labels.error
-        if error:
-            return PredictionError(f"{item if isinstance(item, str) else f'image {number}'}: {error}")
-        assert isinstance(labels, Labels)
-        return Prediction(tuple(self.classes[place] for place in labels.classes), labels.probabilities)
 
 
 def load(run: str | Path | None = None, *words: str) -> LoadedModel:
@@ -213,6 +195,5 @@ def load(run: str | Path | None = None, *words: str) -> LoadedModel:
         RecipeError: the words mean nothing, or the run was trained on something else than images.
     """
     if not isinstance(run, str | Path | None):
-        given = f"not {type(run).__name__}"
-        raise RecipeError(f"load() takes a run's folder or file of weights, as in load('runs/x'), {given}")
+        raise RecipeError(f"load() takes a run's path, as in load('runs/x'), not {type(run).__name__}")
     return LoadedModel(newest_run() if run is None else run_named(str(run)), words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from trainer import tasks
 from trainer.data import Datasets, TensorSpec, open_datasets
 from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before, part_of
+from trainer.data.folders.scanning import few
 from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
 from trainer.errors import CheckpointError
 from trainer.models.zoo import initialise
@@ -50,14 +51,13 @@ class WeightFacts(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> WeightFacts:
         size, spec = self.image_size, self.spec
-        if self.mean and not 1 <= size <= (self.shorter_side or size) <= 2 * size:
-            raise ValueError("the crop is outside the image, or covers hardly any of it")
-        if self.mean and not (self.channels in (1, 3) and len(self.mean) == len(self.std) == self.channels):
-            raise ValueError("mean and std have a different number of channels")
         if not isinstance(spec.dtype, torch.dtype) or spec.bytes > LARGEST:
             raise ValueError("inputs that no model has")
-        if self.mean and spec.shape != (self.channels, size, size):
-            raise ValueError("inputs of another size than the images")
+        if self.mean:
+            crop = 1 <= size <= (self.shorter_side or size) <= 2 * size
+            channels = self.channels in (1, 3) and len(self.mean) == len(self.std) == self.channels
+            if not (crop and channels and spec.shape == (self.channels, size, size)):
+                raise ValueError("images of several sizes or numbers of channels")
         return self
 
     @property
@@ -91,8 +91,6 @@ class Preparation:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    # torchvision's own transforms, for weights that it publishes; None for weights of ours
-    published: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, data: Datasets) -> Preparation:
@@ -140,8 +138,8 @@ class Trained:
         data = open_datasets(recipe, Before(part_of(self.path, "val"), elsewhere, test))
         known = tuple(map(class_name, self.facts.classes or data.classes))
         if known != data.classes:
-            here = f"{data.split} holds {_listed(data.classes)}"
-            raise CheckpointError(f"{self.path} was trained on {_listed(known)}, and {here}")
+            there, here = (f"{len(names)} classes ({few(names, 8)})" for names in (known, data.classes))
+            raise CheckpointError(f"{self.path} was trained on {there}, and {data.split} holds {here}")
         return as_stored(data, recipe)
 
     def model(
@@ -157,10 +155,6 @@ class Trained:
 def task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:
     """The recipe's task, which is asked for no loss."""
     return tasks.create(recipe.replace(loss={}, augment={}), names)
-
-
-def _listed(classes: tuple[str, ...]) -> str:
-    return f"{len(classes)} classes ({', '.join(classes[:8])}{', ...' * (len(classes) > 8)})"
 
 
 def written_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:

@@ -51,22 +51,20 @@ def _named_devices(recipe: Recipe, cuda: int) -> list[str]:
     return present(recipe.devices, cuda)
 
 
-def prediction_devices(
-    devices: Sequence[str] | Literal["auto"], cuda: int, cores: int, local_rank: int = 0, local_size: int = 1
-) -> list[str]:
-    """The devices of a rank's prediction workers, one each: its part of those that are named, or of every GPU.
+def prediction_devices(devices: Sequence[str] | Literal["auto"], cuda: int, cores: int) -> list[str]:
+    """The devices of prediction workers, one each: those that are named, or every GPU.
 
-    Without a GPU, `auto` is a CPU worker for each of the rank's cores, eight at most.
+    Without a GPU, `auto` is a CPU worker for each of the cores, eight at most.
 
     Raises:
-        RecipeError: devices that are not here, or fewer than ranks.
+        RecipeError: devices that are not here, or none.
     """
     if devices == "auto" and not cuda:
-        return ["cpu"] * max(1, min(8, cores // local_size))
+        return ["cpu"] * max(1, min(8, cores))
     names = [f"cuda:{index}" for index in range(cuda)] if devices == "auto" else present(devices, cuda)
-    if len(names) < local_size:
-        raise RecipeError(f"{local_size} processes for {len(names)} devices: start {len(names)}, or list {local_size}")
-    return names[local_rank::local_size]
+    if not names:
+        raise RecipeError("devices=[] names none: write devices=auto, or a worker each, as devices=[cuda:0,cpu]")
+    return names
 
 
 def present(devices: Sequence[str], cuda: int) -> list[str]:

@@ -5,31 +5,32 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing import process, util  # util's own exit handler comes after ours, for ours is registered later
+from multiprocessing import util  # util's own exit handler comes after ours, for ours is registered later
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.devices.assignment import present
 from trainer.errors import RecipeError, SetupError
-from trainer.pool.argument_checks import check_devices, check_importable, check_worker, one_of, unpicklable
 from trainer.pool.batching import Batching
-from trainer.pool.engine import Engine, Start
+from trainer.pool.engine import Engine
 from trainer.pool.failures import ItemError
-from trainer.pool.handles import ProcessHandle, ThreadHandle
+from trainer.pool.handles import ProcessHandle
 from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.stream import as_it_is
 from trainer.pool.transport import pack
-from trainer.pool.worker import Caller, Definition
-from trainer.processes import fork_server
+from trainer.pool.worker import Definition
+from trainer.processes import fork_server, pickling
+from trainer.processes.resources import cuda_for
 
-ITEM_TIMEOUT = 60.0  # seconds
-
+MOVE = "move what does not pickle to the top of a module, or undecorate it"
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -53,8 +54,8 @@ class DevicePool:
     refused, results are on the CPU and own their memory.
 
     Args:
-        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker process has as many
-            threads as OMP_NUM_THREADS says, or else its part of the cores.
+        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker has as many threads as
+            OMP_NUM_THREADS says, or else its part of the cores.
         worker: the class or function. It must pickle: defined at the top of a module.
         arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
             gets its own copy of those pages).
@@ -62,7 +63,6 @@ class DevicePool:
             their number; None lets each device's batches grow to what it handles best, and follow its speed.
         assign: "free" gives work to whichever worker is free, "round_robin" in turn: item i (with a `batch_size`,
             batch i) and job i to worker i % len(devices).
-        flavour: "process", or "thread" for work that releases the GIL. Threads cannot be killed.
         start_method: "forkserver" (each start takes a tenth of a second) or "spawn".
         item_timeout: seconds an item may take until its worker counts as hung and is replaced; None: for ever. A batch
             may take that long and four times what it usually takes. Jobs may take as long as they like.
@@ -72,8 +72,8 @@ class DevicePool:
             yields the `ItemError` in the result's place.
 
     Raises:
-        RecipeError: arguments that cannot mean anything, or a worker that does not pickle: before anything starts.
-        SetupError: a device that this machine lacks.
+        RecipeError: a device that is not here, arguments that cannot mean anything, or a worker that does not pickle:
+            before anything starts.
     """
 
     def __init__(
@@ -84,32 +84,25 @@ class DevicePool:
         arguments: tuple[Any, ...] = (),
         batch_size: int | None = None,
         assign: Literal["free", "round_robin"] = "free",
-        flavour: Literal["process", "thread"] = "process",
         start_method: Literal["forkserver", "spawn"] = "forkserver",
-        item_timeout: float | None = ITEM_TIMEOUT,
+        item_timeout: float | None = 60.0,
         retries: int = 3,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         checked = check_devices(devices)
-        check_worker(worker, arguments)
-        one_of("assign", assign, "free", "round_robin")
-        one_of("flavour", flavour, "process", "thread")
-        one_of("on_error", on_error, "raise", "skip")
+        _check_worker(worker, arguments)
+        choices = ("assign", assign, "free", "round_robin"), ("on_error", on_error, "raise", "skip")
+        for name, value, *allowed in (*choices, ("start_method", start_method, "forkserver", "spawn")):
+            if value not in allowed:
+                raise RecipeError(f"{name}={value!r} of a DevicePool: use {' or '.join(map(repr, allowed))}")
         if min(batch_size or 1, retries, 1 if item_timeout is None else item_timeout) <= 0 or batch_size == 0:
             raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
         self._skip = on_error == "skip"
-        self._processes = flavour == "process"
-        start: Start
-        if self._processes:
-            start = _process_starter(start_method, worker, arguments, len(checked))
-        elif item_timeout not in (None, ITEM_TIMEOUT):
-            raise RecipeError("a thread cannot be stopped: leave item_timeout out, or use flavour='process'")
-        else:
-            start = partial(_start_thread, partial(Caller, worker, arguments))
+        start = _starter(start_method, worker, arguments, len(checked))
         seats = [Seat(index, str(device)) for index, device in enumerate(checked)]
         batching = Batching([device.type for device in checked], batch_size)
         scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
-        self._engine = Engine(start, scheduler, item_timeout if self._processes else None)
+        self._engine = Engine(start, scheduler, item_timeout)
         _open.add(self._engine)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -152,10 +145,8 @@ class DevicePool:
                     try:
                         stream.put(taken, next(source))
                         taken += 1
-                    except StopIteration:
-                        stream.end()
                     except Exception as error:
-                        broken = error
+                        broken = None if isinstance(error, StopIteration) else error
                         stream.end()
                 elif not isinstance(results, ItemError):
                     given += len(results)
@@ -177,25 +168,22 @@ class DevicePool:
         Raises:
             RecipeError: the job does not pickle.
         """
-        call: Any = (function, args, kwargs)
-        if self._processes:
-            check_importable(function)
-            try:
-                call = pack(call)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                raise unpicklable(function, error) from error
+        _check_importable(function)
+        try:
+            call = pack((function, args, kwargs))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _unpicklable(function, error) from error
         return self._engine.add_job(call)
 
     def figures(self) -> list[dict[str, Any]]:
-        """One dict for each worker: device, worker (its index), items (done), items_per_sec (while busy), queue (items
-        that it has), batch_size (at present), replaced (how often)."""
+        """One dict for each worker: device, items (done), items_per_sec (while busy), queue (items that it has),
+        batch_size (at present), replaced (how often)."""
         batching = self._engine.scheduler.batching
         return [
             {
                 "device": seat.device,
-                "worker": seat.index,
                 "items": seat.done,
                 "items_per_sec": batching.speeds[seat.index].rate,
                 "queue": seat.held,
@@ -216,37 +204,64 @@ class DevicePool:
         self.close()
 
 
-# --- how workers start ------------------------------------------------------------------------------------------------
+# --- arguments, and how workers start ---------------------------------------------------------------------------------
 
 
-def _process_starter(method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int) -> Start:
-    one_of("start_method", method, "forkserver", "spawn")
-    me = process.current_process()
-    if getattr(me, "_inheriting", False):
+def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """Devices by name. Raises RecipeError for what names none that this machine has, SetupError for broken cards."""
+    if isinstance(devices, str | torch.device) or not devices:
+        raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
+    names = list(map(str, devices))
+    return [torch.device(name) for name in present(names, cuda_for(names))]
+
+
+def _check_worker(worker: Any, arguments: Sequence[Any]) -> None:
+    """Raises RecipeError unless a pool can call it."""
+    name = _name(worker)
+    kinds = [vars(base) for base in worker.__mro__] if isinstance(worker, type) else []
+    methods = any(method in kind for kind in kinds for method in ("__call__", "batch"))
+    if not (methods if kinds else callable(worker) or hasattr(worker, "batch")):
+        raise RecipeError(f"worker {name} cannot be called: give it __call__(self, item) or batch(self, items)")
+    if arguments and not kinds:
+        raise RecipeError(f"arguments are for a worker class, and {name} is none: use functools.partial")
+
+
+def _check_importable(function: Any) -> None:
+    """Raises RecipeError for a function of an interactive session, which another process cannot import."""
+    main: Any = sys.modules["__main__"]
+    pickling.forget_stdin()
+    here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)
+    if here and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
         raise RecipeError(
-            "a worker imports this script, which makes a DevicePool: put that under if __name__ == '__main__':"
+            f"{_name(function)} is defined in an interactive session, where workers cannot find it: {MOVE}"
         )
-    if me.daemon:
-        raise RecipeError("a daemonic process may not start workers: use flavour='thread', or daemon=False for it")
-    check_importable(worker)
+
+
+def _unpicklable(function: Any, error: BaseException) -> RecipeError:
+    text = " ".join(str(error).split())
+    hint = "" if ".to_dense()" in text else f": {MOVE}"
+    return RecipeError(f"{_name(function)} cannot be sent to another process: {text}{hint}")
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))
+
+
+def _starter(
+    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
+) -> Callable[[Seat], ProcessHandle]:
+    """A function that starts the worker of a seat. Raises RecipeError for what does not pickle."""
+    _check_importable(worker)
     try:
         definition = Definition.of(worker, arguments)
     except SetupError:
         raise
     except Exception as error:
-        raise unpicklable(worker, error) from error
-    served = method == "forkserver"
-    context: Any = fork_server.context("trainer.pool.worker") if served else multiprocessing.get_context("spawn")
+        raise _unpicklable(worker, error) from error
+    spawn = method == "spawn"
+    context: Any = multiprocessing.get_context(method) if spawn else fork_server.context("trainer.pool.worker")
     threads = threads_each(count)
-
-    def start(seat: Seat, wake: Callable[[], None]) -> ProcessHandle:
-        return ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
-
-    return start
-
-
-def _start_thread(make: Callable[[torch.device], Caller], seat: Seat, wake: Callable[[], None]) -> ThreadHandle:
-    return ThreadHandle(make, seat.device, f"DevicePool-{seat.index}", wake)
+    return lambda seat: ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
 
 
 def threads_each(workers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import threading
@@ -13,12 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.errors import PredictionError, RecipeError
-from trainer.pool.handles import Answer, ProcessHandle, ThreadHandle
+from trainer.pool.handles import ProcessHandle
 from trainer.pool.scheduler import Scheduler, Seat
 from trainer.pool.stream import Job, Stream
 from trainer.pool.worker import Kind
-
-Start = Callable[[Seat, Callable[[], None]], ProcessHandle | ThreadHandle]
 
 STARTING = 900.0  # seconds that a setup may take: models are downloaded and compiled in it
 STARTS = 10  # times that a seat's workers may end without any result
@@ -27,9 +26,11 @@ GRACE = 1.0  # seconds for idle workers to end by themselves
 
 
 class Engine:
-    """Keeps a worker on each seat of a scheduler. `start` starts one; its second argument wakes this thread."""
+    """Keeps a worker on each seat of a scheduler. `start` starts one."""
 
-    def __init__(self, start: Start, scheduler: Scheduler, item_timeout: float | None) -> None:
+    def __init__(
+        self, start: Callable[[Seat], ProcessHandle], scheduler: Scheduler, item_timeout: float | None
+    ) -> None:
         self.start, self.scheduler, self.item_timeout = start, scheduler, item_timeout
         self.seats = scheduler.seats
         self.error: BaseException | None = None
@@ -117,7 +118,7 @@ class Engine:
             self.scheduler.fail(error)
         handles = [(bool(seat.queue) or not seat.ready, seat.handle) for seat in self.seats if seat.handle]
         for _, handle in handles:
-            handle.stop()
+            handle.connection.close()  # it ends once it is idle
         deadline = time.monotonic() + GRACE
         for busy, handle in sorted(handles, key=lambda pair: not pair[0]):
             handle.kill(0.0 if busy else max(0.0, deadline - time.monotonic()))
@@ -128,41 +129,37 @@ class Engine:
 
     def _start(self, seat: Seat) -> None:
         try:
-            seat.handle = self.start(seat, self.wake)
+            seat.handle = self.start(seat)
         except Exception as error:
             raise PredictionError(f"{seat} cannot be started: {error}") from error
         seat.ready, seat.since, seat.starts = False, time.monotonic(), seat.starts + 1
-        for source in seat.handle.waits_on():
+        for source in seat.handle.waits_on:
             self._selector.register(source, selectors.EVENT_READ, seat)
 
     def _listen(self, timeout: float | None) -> None:
         """Wait for answers, ended workers and callers, and handle them."""
-        before = time.monotonic()
         ready = {key.data.index for key, _ in self._selector.select(timeout) if key.data}
-        late = time.monotonic() - before - (timeout or 0.0)
-        if timeout is not None and late > 1:  # this process was stopped, and perhaps the workers too
-            for seat in self.seats:
-                seat.since += late
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
         for seat in self.seats:
-            if seat.handle and (seat.index in ready or isinstance(seat.handle, ThreadHandle)):
-                for answer in seat.handle.receive():
-                    self._receive(seat, answer)
+            if seat.handle and seat.index in ready:
+                self._receive(seat)
                 if ended := seat.handle.ended():
                     self._replace(seat, ended)
 
-    def _receive(self, seat: Seat, answer: Answer) -> None:
-        if answer.kind is Kind.BROKEN:
-            failure = answer.open()
-            error = PredictionError(f"the setup of {seat} failed: {failure.message}")
-            error.add_note(f"in the worker:\n{failure.traceback}")
-            raise error
-        if answer.kind is Kind.READY:
-            seat.ready = True
-        else:
-            self.scheduler.answered(seat, answer)
+    def _receive(self, seat: Seat) -> None:
+        assert seat.handle
+        for message, packed in seat.handle.receive():
+            if message.kind == Kind.BROKEN:
+                failure = packed.open()
+                error = PredictionError(f"the setup of {seat} failed: {failure.message}")
+                error.add_note(f"in the worker:\n{failure.traceback}")
+                raise error
+            if message.kind == Kind.READY:
+                seat.ready = True
+            else:
+                self.scheduler.answered(seat, message, packed)
 
     def _replace(self, seat: Seat, how: str) -> None:
         """A worker has ended, or must: start another, and repeat what it had."""
@@ -171,7 +168,7 @@ class Engine:
         if seat.starts >= STARTS:
             raise PredictionError(f"{seat} ended {seat.starts} times without a result, last: {how}")
         assert seat.handle
-        for source in seat.handle.waits_on():
+        for source in seat.handle.waits_on:
             self._selector.unregister(source)
         seat.handle.kill()
         seat.handle = None
@@ -179,16 +176,12 @@ class Engine:
         self.scheduler.rescue(seat, how)
         self._start(seat)
 
-    # --- time ---------------------------------------------------------------------------------------------------------
-
-    def _deadline(self, seat: Seat) -> float | None:
+    def _deadline(self, seat: Seat) -> float:
         """When a seat's worker counts as hung."""
-        if isinstance(seat.handle, ThreadHandle):
-            return None
         if not seat.ready:
             return seat.since + STARTING
         if self.item_timeout is None or not seat.queue or isinstance(seat.queue[0], Job):
-            return None
+            return math.inf
         count = len(seat.queue[0].items)
         allowed = count * self.item_timeout
         usual = self.scheduler.batching.expected(seat.index, count)
@@ -196,26 +189,20 @@ class Engine:
             allowed = min(allowed, self.item_timeout + 4 * usual)
         return seat.since + allowed
 
-    def _late(self, seat: Seat) -> bool:
-        deadline = self._deadline(seat)
-        return deadline is not None and time.monotonic() > deadline
-
     def _time_left(self) -> float | None:
         """Seconds until something is due, or None."""
         now = time.monotonic()
-        due = [deadline for seat in self.seats if (deadline := self._deadline(seat)) is not None]
+        due = [self._deadline(seat) for seat in self.seats]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]
         if len(set(self.scheduler.batching.kinds)) > 1 and any(seat.queue for seat in self.seats):
             due.append(now + LOOK)
-        return max(0.0, min(due) - now) if due else None
+        return max(0.0, min(due) - now) if min(due) < math.inf else None
 
     def _replace_hung(self) -> None:
         for seat in self.seats:
-            if not self._late(seat):
+            if self._deadline(seat) > time.monotonic():
                 continue
-            assert seat.handle
-            for answer in seat.handle.receive():  # it may have arrived just now
-                self._receive(seat, answer)
-            if self._late(seat):
+            self._receive(seat)  # it may have arrived just now
+            if self._deadline(seat) <= time.monotonic():
                 allowed = f"item_timeout={self.item_timeout:g} s" if seat.ready else f"the {STARTING:g} s of a setup"
                 self._replace(seat, f"it took longer than {allowed} and was stopped")

@@ -6,8 +6,6 @@ import pickle
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from trainer.errors import PredictionError, is_out_of_memory, text_of
 
@@ -15,10 +13,7 @@ LONGEST = 20_000  # characters of a traceback that are sent: its end
 
 
 class ItemError(PredictionError):
-    """An item that failed every time it was tried.
-
-    Where the worker's exception pickles it is the `__cause__`, and this error is an instance of its type too, with its
-    `args` and attributes: `except FileNotFoundError` around `map` works.
+    """An item that failed every time it was tried; the worker's exception is the `__cause__`, where it pickles.
 
     Attributes:
         index: of the item in the stream, from 0.
@@ -27,7 +22,7 @@ class ItemError(PredictionError):
     """
 
     def __init__(self, index: int, message: str, traceback: str = "") -> None:
-        Exception.__init__(self, index, message, traceback)  # not super(): the worker's type may be among the bases
+        super().__init__(index, message, traceback)
         self.index, self.message, self.traceback = index, message, traceback
         if traceback:
             self.add_note(f"in the worker:\n{traceback}")
@@ -38,37 +33,9 @@ class ItemError(PredictionError):
     @classmethod
     def of(cls, index: int, failure: Failure) -> ItemError:
         """The error of an item that failed in a worker."""
-        words = (index, failure.message, failure.traceback)
-        cause = failure.original()
-        if isinstance(cause, Exception) and not isinstance(cause, ItemError | StopIteration | StopAsyncIteration):
-            with suppress(BaseException):  # a type that cannot be a base class beside ours
-                kind: Any = type(cause)
-                error = _joined(kind)(*words)
-                for name, value in _attributes(cause).items():
-                    if not hasattr(error, name) or getattr(error, name) is None:
-                        setattr(error, name, value)
-                error.args, error.__cause__ = cause.args, cause
-                return error
-        error = cls(*words)
-        error.__cause__ = cause
+        error = cls(index, failure.message, failure.traceback)
+        error.__cause__ = failure.original()
         return error
-
-    def __reduce__(self) -> Any:
-        return _again, (self.index, self.message, self.traceback, self.__cause__), vars(self)
-
-
-@cache
-def _joined(kind: type[Exception]) -> type[ItemError]:
-    return type("ItemError", (ItemError, kind), {"__module__": ItemError.__module__, "__qualname__": "ItemError"})
-
-
-def _attributes(error: Exception) -> dict[str, Any]:
-    slots = ("errno", "strerror", "filename", "filename2") if isinstance(error, OSError) else ()
-    return vars(error) | {name: getattr(error, name) for name in slots}
-
-
-def _again(index: int, message: str, trace: str, cause: BaseException | None) -> ItemError:
-    return ItemError.of(index, Failure(message, trace, pickled=_pickled(cause) if cause else b""))
 
 
 @dataclass(frozen=True)
@@ -96,21 +63,12 @@ class Failure:
             return None
         return error if isinstance(error, BaseException) else None
 
-    def exception(self) -> Exception:
+    def exception(self) -> BaseException:
         """The exception for a job's Future: the worker's own where it unpickles, with the worker's traceback."""
-        error = raisable(self.original() or PredictionError(self.message))
+        error = self.original() or PredictionError(self.message)
         with suppress(BaseException):
             error.add_note(f"in the worker:\n{self.traceback}")
         return error
-
-
-def raisable(error: BaseException) -> Exception:
-    """The exception itself, or a PredictionError in place of a SystemExit or the like, which would end the program."""
-    if isinstance(error, Exception):
-        return error
-    replaced = PredictionError(Failure.of(error).message)
-    replaced.__cause__ = error
-    return replaced
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -16,8 +16,10 @@ from typing import Any
 from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
-from trainer.pool.handles import DEPTH, Answer, ProcessHandle, ThreadHandle
-from trainer.pool.stream import Chunk, Job, JobFuture, Lane, Stream, finish, resolve
+from trainer.pool.handles import DEPTH, ProcessHandle
+from trainer.pool.stream import Chunk, Job, Lane, Stream, finish, resolve
+from trainer.pool.transport import Message, Packed, pack_rows
+from trainer.pool.worker import Kind
 
 LINGER = 0.002  # seconds that an idle worker waits for a full batch
 
@@ -28,7 +30,7 @@ class Seat:
 
     index: int
     device: str
-    handle: ProcessHandle | ThreadHandle | None = None
+    handle: ProcessHandle | None = None
     ready: bool = False
     queue: deque[Chunk | Job] = field(default_factory=deque)  # its tasks, the oldest first, which it computes
     since: float = 0.0  # when it began with that, or with its setup
@@ -69,7 +71,7 @@ class Scheduler:
 
     def add_job(self, call: Any) -> Future[Any]:
         """For callers' threads, one at a time."""
-        job = Job(JobFuture(), call, self._submitted % len(self.jobs))
+        job = Job(Future(), call, self._submitted % len(self.jobs))
         self._submitted += 1
         self.jobs[job.lane].append(job)
         return job.future
@@ -153,22 +155,18 @@ class Scheduler:
         if not seat.queue:
             seat.since = time.monotonic()
         try:
-            seat.handle.send_batch(chunk.items)
+            seat.handle.send(Kind.BATCH, pack_rows(chunk.items))
         except BaseException as error:  # pickling an item may raise anything, and this thread goes on
-            self._refuse(seat, chunk, error)
+            chunk.done = True
+            if len(chunk.items) > 1:  # find which
+                chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
+                return
+            failure = Failure.of(error)
+            failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
+            chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
             return
         chunk.holders += 1
         seat.queue.append(chunk)
-
-    def _refuse(self, seat: Seat, chunk: Chunk, error: BaseException) -> None:
-        """Items that do not pickle: find which."""
-        chunk.done = True
-        if len(chunk.items) > 1:
-            chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
-            return
-        failure = Failure.of(error)
-        failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
-        chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
 
     def _give_job(self, seat: Seat, job: Job) -> None:
         assert seat.handle
@@ -177,7 +175,7 @@ class Scheduler:
         job.running = True
         seat.since = time.monotonic()
         seat.queue.append(job)
-        seat.handle.send_job(job.call)
+        seat.handle.send(Kind.JOB, job.call)
 
     def _repeat(self, seat: Seat) -> bool:
         """An idle fast device repeats what a slow one of another kind still holds."""
@@ -194,32 +192,32 @@ class Scheduler:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def answered(self, seat: Seat, answer: Answer) -> None:
+    def answered(self, seat: Seat, message: Message, packed: Packed) -> None:
         """A worker has finished its oldest task."""
         task = seat.queue.popleft()
         seat.since, seat.starts = time.monotonic(), 0
         if isinstance(task, Job):
             seat.done += 1
-            finish(task.future, answer)
+            finish(task.future, packed, message.failures)
             return
         task.holders -= 1
         if not task.tries:  # a repeated single item says little about batches
-            self.batching.speeds[seat.index].observe(len(task.items), answer.seconds, answer.bytes)
+            self.batching.speeds[seat.index].observe(len(task.items), message.seconds, message.extent.end)
             for stream in self.streams:
                 stream.window = self.batching.window
         if task.done:
             return
         task.done = True
-        if answer.failures:
-            self._retry_failures(seat, task, answer)
+        if message.failures:
+            self._retry_failures(seat, task, packed)
         else:
             seat.done += len(task.items)
-            task.stream.deliver(task, answer.open)
+            task.stream.deliver(task, packed.open)
 
-    def _retry_failures(self, seat: Seat, chunk: Chunk, answer: Answer) -> None:
+    def _retry_failures(self, seat: Seat, chunk: Chunk, packed: Packed) -> None:
         """Deliver the results; repeat, or report, the failures."""
         try:
-            results = answer.open()
+            results = packed.open()
         except BaseException as error:  # one of them does not unpickle: find which
             failure = Failure.of(error)
             results = [replace(failure, whole=True)]
@@ -251,25 +249,22 @@ class Scheduler:
         for task in reversed(tasks):
             started = task is tasks[0]
             if isinstance(task, Chunk):
-                self._rescue(seat, task, started, how)
-                continue
+                task.holders -= 1
+                if task.done or task.holders:
+                    continue
             task.tries += started
-            if task.tries < self.retries:
-                self.jobs[task.lane].appendleft(task)
+            if isinstance(task, Job):
+                if task.tries < self.retries:
+                    self.jobs[task.lane].appendleft(task)
+                else:
+                    text = f"{seat} ended with the job, {task.tries} times: {how}"
+                    resolve(task.future, error=PredictionError(text))
+                continue
+            again = task.stream.again[self._lane(seat)]
+            if not started or (task.tries < self.retries and len(task.items) > 1):
+                again.appendleft(task)  # unchanged: results depend on the batch, if only in the last bits
+            elif len(task.items) > 1:
+                task.done = True
+                again.extendleft(reversed(task.singles(self.retries - 1)))
             else:
-                text = f"{seat} ended with the job, {task.tries} times: {how}"
-                resolve(task.future, error=PredictionError(text))
-
-    def _rescue(self, seat: Seat, chunk: Chunk, started: bool, how: str) -> None:
-        chunk.holders -= 1
-        if chunk.done or chunk.holders:
-            return
-        chunk.tries += started
-        again = chunk.stream.again[self._lane(seat)]
-        if not started or (chunk.tries < self.retries and len(chunk.items) > 1):
-            again.appendleft(chunk)  # unchanged: results depend on the batch, if only in the last bits
-        elif len(chunk.items) > 1:
-            chunk.done = True
-            again.extendleft(reversed(chunk.singles(self.retries - 1)))
-        else:
-            self._try_again(seat, chunk, Failure(how, ""))
+                self._try_again(seat, task, Failure(how, ""))

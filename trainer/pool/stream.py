@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from trainer.pool.failures import Failure, ItemError, raisable
-from trainer.pool.handles import Answer
+from trainer.errors import PredictionError
+from trainer.pool.failures import Failure, ItemError
+from trainer.pool.transport import Packed
 
 
 def as_it_is(item: Any) -> Any:
@@ -113,7 +113,8 @@ class Stream:
                     raise
                 except BaseException as error:  # one does not unpickle
                     if len(indices) > 1:  # find which
-                        self._do_singly(chunk)
+                        self.again[self._lane(indices.start)].extend(chunk.singles(1))
+                        self.wake()
                         continue
                     failure = Failure.of(error)
                     message = f"the result does not unpickle: {failure.message}"
@@ -130,10 +131,6 @@ class Stream:
         if results is not None:
             self._next += 1 if isinstance(results, ItemError) else len(results)
         return results
-
-    def _do_singly(self, chunk: Chunk) -> None:
-        self.again[self._lane(chunk.indices.start)].extend(chunk.singles(1))
-        self.wake()
 
     def _lane(self, index: int) -> int:
         return index // self.width % len(self.lanes)
@@ -159,22 +156,6 @@ class Stream:
         self.news.set()
 
 
-class JobFuture(Future[Any]):
-    """A Future whose callbacks cannot end the pool's thread, which calls them."""
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        super().add_done_callback(partial(_call_back, fn))
-
-
-def _call_back(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
-    try:
-        function(future)
-    except Exception:
-        raise  # concurrent.futures logs it
-    except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__} in a callback of a DevicePool ends nothing") from error
-
-
 @dataclass(eq=False)
 class Job:
     """A call of `submit`."""
@@ -186,20 +167,20 @@ class Job:
     running: bool = False
 
 
-def finish(future: Future[Any], answer: Answer) -> None:
+def finish(future: Future[Any], packed: Packed, failed: int) -> None:
     """Set a job's result or error from its worker's answer."""
     try:
-        result = answer.open()
-    except BaseException as error:
-        resolve(future, error=raisable(error))
-        return
-    if answer.failures:
-        resolve(future, error=result.exception())
-    else:
-        resolve(future, result)
+        result = packed.open()
+        error = result.exception() if failed else None
+    except BaseException as broken:
+        result, error = None, broken
+    resolve(future, result, error)
 
 
 def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    """Set a Future's result or error, unless it was cancelled."""
+    """Set a Future's result or error, unless it was cancelled; what would end a program, as SystemExit, is a cause."""
+    if error is not None and not isinstance(error, Exception):
+        cause, error = error, PredictionError(Failure.of(error).message)
+        error.__cause__ = cause
     with suppress(InvalidStateError):
         future.set_exception(error) if error else future.set_result(result)

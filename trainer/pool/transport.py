@@ -25,13 +25,9 @@ LITTLE = 1 << 15  # elements that torch copies in one thread; for more it uses s
 
 
 def new_slot() -> MemoryFile:
-    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message.
-
-    Raises:
-        SetupError: this system does not have it.
-    """
-    refusal = "worker processes share memory in a way that only Linux has: use flavour='thread'"
-    return MemoryFile.create("trainer-pool", SMALLEST, refusal)
+    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message. Raises
+    SetupError where this system does not have it."""
+    return MemoryFile.create("trainer-pool", SMALLEST, "a DevicePool shares memory in a way that only Linux has")
 
 
 class Extent(NamedTuple):
@@ -45,24 +41,13 @@ class Extent(NamedTuple):
 
 
 class Message(NamedTuple):
-    """All that goes through a worker's pipe: 9 integers, of which the first are an `Extent`'s."""
+    """All that goes through a worker's pipe."""
 
     extent: Extent
     kind: int
     slot: int
     failures: int = 0
-    nanoseconds: int = 0
-
-    def to_bytes(self) -> bytes:
-        return _FORMAT.pack(*self.extent, *self[1:])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Message:
-        numbers = _FORMAT.unpack(data)
-        return cls(Extent(*numbers[:5]), *numbers[5:])
-
-
-_FORMAT = struct.Struct("9q")
+    seconds: float = 0.0
 
 
 class Packed:
@@ -75,20 +60,19 @@ class Packed:
         if not self.rows:
             return pickle.loads(self.body, buffers=self.buffers)
         kind, shape = pickle.loads(self.body)
-        if isinstance(kind, torch.dtype):
-            if len(self.buffers) == self.rows:
-                return [_tensor(buffer, kind, shape) for buffer in self.buffers]
-            return list(_tensor(self.buffers[0], kind, (self.rows, *shape)).unbind())
+
+        def rows(buffer: Any, count: int) -> Any:
+            if isinstance(kind, torch.dtype):
+                return _tensor(buffer, kind, (count, *shape))
+            return np.frombuffer(buffer, kind).reshape(count, *shape)
+
         if len(self.buffers) == self.rows:
-            return [np.frombuffer(buffer, kind).reshape(shape) for buffer in self.buffers]
-        return list(np.frombuffer(self.buffers[0], kind).reshape(self.rows, *shape))
-
-
-# --- pickling ---------------------------------------------------------------------------------------------------------
+            return [rows(buffer, 1)[0] for buffer in self.buffers]
+        return list(rows(self.buffers[0], self.rows))
 
 
 def pack(value: Any) -> Packed:
-    """Pickle a value. Tensors lose their gradient and unpickle on the CPU, with the same memory format.
+    """Pickle a value. Tensors lose their gradient and unpickle on the CPU, contiguous.
 
     Raises:
         TypeError: a sparse tensor.
@@ -161,23 +145,15 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        _refuse_sparse(value)
+        if value.layout not in (torch.strided, torch.jagged):
+            raise TypeError(
+                f"a tensor of layout {value.layout} does not travel between processes: send its .to_dense()"
+            )
         if not _plain(value):
             return NotImplemented
         if value.device.type == "cuda":
             self.devices.add(value.device)
-        value = _on_host(value)
-        order = sorted(range(value.ndim), key=lambda axis: (-value.stride(axis), axis))
-        inner = value.permute(order)
-        if value.is_contiguous() or not inner.is_contiguous():
-            return _tensor, (pickle.PickleBuffer(_bytes(value).data), value.dtype, tuple(value.shape))
-        data = pickle.PickleBuffer(_bytes(inner).data)
-        return _permuted, (
-            data,
-            value.dtype,
-            tuple(inner.shape),
-            tuple(sorted(range(value.ndim), key=order.__getitem__)),
-        )
+        return _tensor, (pickle.PickleBuffer(_bytes(_on_host(value)).data), value.dtype, tuple(value.shape))
 
 
 class _Rows:
@@ -231,28 +207,16 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _alike(rows: Sequence[Any], first: Tensor) -> bool:
-    shape, dtype, device = first.shape, first.dtype, first.device
-    return first.is_contiguous() and all(
-        type(row) is Tensor
-        and row.shape == shape
-        and row.dtype is dtype
-        and row.device == device
-        and row.layout is torch.strided
-        for row in rows
-    )
-
-
-def _refuse_sparse(tensor: Tensor) -> None:
-    if tensor.layout not in (torch.strided, torch.jagged):
-        raise TypeError(f"a tensor of layout {tensor.layout} does not travel between processes: send its .to_dense()")
+    kind = first.shape, first.dtype, first.device
+    plain = (row for row in rows if type(row) is Tensor and row.layout is torch.strided)
+    return first.is_contiguous() and sum((row.shape, row.dtype, row.device) == kind for row in plain) == len(rows)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """On the CPU; from a GPU through pinned memory, complete once its stream is synchronised."""
+    """On the CPU; from a GPU through pinned memory, contiguous, complete once its stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor.detach().cpu()
-    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-    return pinned.copy_(tensor.detach(), non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
 
 
 def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -262,11 +226,6 @@ def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         return array
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def _permuted(buffer: Any, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """The same for dimensions in another order in memory, such as channels_last."""
-    return _tensor(buffer, dtype, shape).permute(tuple(order))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -121,8 +122,6 @@ def _checked(results: Any, count: int) -> Any:
     kind = type(results).__name__
     if isinstance(results, dict | str | bytes) or not hasattr(results, "__len__"):
         raise TypeError(f"batch() gave a {kind}: return a list of {count} results, or a tensor of shape ({count}, ...)")
-    if isinstance(results, torch.Tensor) and not results.ndim:
-        raise TypeError(f"batch() gave a tensor without dimensions: return one of shape ({count}, ...)")
     rows = results if isinstance(results, torch.Tensor | np.ndarray) else list(results)
     if len(rows) != count:
         raise ValueError(f"batch() gave {len(rows)} results for {count} items: return one for each, in order")
@@ -185,10 +184,14 @@ def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> No
     """Answer batches and jobs, in order."""
     arrived = _arrivals(connection, slots, caller)
     for message, items in _ahead(arrived, caller) if caller.prepares else arrived:
-        began = time.perf_counter_ns()
-        answer, failures = _job(caller, items) if message.kind == Kind.JOB else _batch(caller, items)
+        began = time.perf_counter()
+        if message.kind == Kind.JOB:
+            result = _packable(caller.job(items))
+            answer, failures = pack(result), int(type(result) is Failure)
+        else:
+            answer, failures = _batch(caller, items)
         extent = store(answer, slots[message.slot], message.extent.end)
-        done = message._replace(extent=extent, failures=failures, nanoseconds=time.perf_counter_ns() - began)
+        done = message._replace(extent=extent, failures=failures, seconds=time.perf_counter() - began)
         usable = not failures or caller.usable()
         del items, answer
         if not _send(connection, done) or not usable:
@@ -199,7 +202,7 @@ def _arrivals(connection: Connection, slots: list[MemoryFile], caller: Caller) -
     """Messages until the parent closes the pipe."""
     while True:
         try:
-            message = Message.from_bytes(connection.recv_bytes())
+            message = connection.recv()
         except (EOFError, OSError):
             return
         job = message.kind == Kind.JOB
@@ -228,7 +231,7 @@ def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterato
 def _send(connection: Connection, message: Message) -> bool:
     """False where the parent has closed the pipe."""
     try:
-        connection.send_bytes(message.to_bytes())
+        connection.send(message)
     except OSError:
         return False
     return True
@@ -236,31 +239,17 @@ def _send(connection: Connection, message: Message) -> bool:
 
 def _batch(caller: Caller, items: Opener) -> tuple[Packed, int]:
     results = caller.batch(items)
+    if not (isinstance(results, list) and any(type(result) is Failure for result in results)):
+        with suppress(BaseException):  # one does not pickle
+            return pack_rows(results), 0
+    results = [_packable(result) for result in results]
+    return pack(results), sum(type(result) is Failure for result in results)
+
+
+def _packable(result: Any) -> Any:
+    """A result, or a `Failure` in its place where it does not pickle."""
     try:
-        if isinstance(results, list) and any(type(result) is Failure for result in results):
-            failures = sum(type(result) is Failure for result in results)
-            return pack(_packable(results)), failures
-        return pack_rows(results), 0
-    except BaseException:
-        results = _packable(list(results))
-        return pack(results), sum(type(result) is Failure for result in results)
-
-
-def _packable(results: list[Any]) -> list[Any]:
-    """With a `Failure` in place of each result that does not pickle."""
-    checked = []
-    for result in results:
-        try:
-            pack(result)
-        except BaseException as error:
-            result = Failure.of(error)
-        checked.append(result)
-    return checked
-
-
-def _job(caller: Caller, call: Opener) -> tuple[Packed, int]:
-    result = caller.job(call)
-    try:
-        return pack(result), int(type(result) is Failure)
+        pack(result)
     except BaseException as error:
-        return pack(Failure.of(error)), 1
+        return Failure.of(error)
+    return result

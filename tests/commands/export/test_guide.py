@@ -21,12 +21,12 @@ from tests.data.photos.test_lazy_images import scene
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
 from trainer.commands import export
-from trainer.commands.export.formats import quietly
+from trainer.commands.export.exporting import quietly
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.photo_reader import held_out
 
 PAGE = GUIDE / "export.md"
-PROGRAMS = {kind: f"with_{kind}.py" for kind in (*export.SUFFIXES, "safetensors")}
+PROGRAMS = {kind: f"with_{kind}.py" for kind in export.SUFFIXES}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ok(*words, "epochs=2", "batch_size=4", *QUIET, "output=runs/first", cwd=home)
     words = ["checkpoint=runs/first", "data.root=photos", "predict.format=jsonl", "output=labels"]
     ok("predict", *words, "devices=[cpu]", cwd=home)
-    words = ["recipe=digits", "model.name=fast_cnn_small", "mode=single", "max_steps=2", *QUIET]
-    ok(*words, "output=digits", cwd=home)
     return home
 
 
@@ -69,8 +67,7 @@ def test_a_program_without_this_package_labels_a_photo(
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
     text = (here / PROGRAMS[kind]).read_text()
     assert not re.search(r"(from|import) trainer\b", text + (here / "prepare.py").read_text())
-    if kind in export.SUFFIXES:
-        export.command(["first", f"format={kind}"])
+    export.command(["first", f"format={kind}"])
     rows = [json.loads(line) for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 14
     for row in (rows[6], rows[8]):  # a gray one, and one of the other class that is turned
@@ -81,25 +78,6 @@ def test_a_program_without_this_package_labels_a_photo(
         found = torch.as_tensor(scores)[0].detach().softmax(0)
         assert capsys.readouterr().out.splitlines()[-1] == row["class"]
         assert float(found.max()) == pytest.approx(row["probability"], abs=0.002)
-
-
-@pytest.mark.slow
-def test_a_photo_is_made_ready_as_in_evaluation(here: Path) -> None:
-    from importlib import import_module
-
-    prepare = import_module("prepare").prepare
-    for path in sorted(map(str, here.glob("photos/cat/*"))):
-        for channels in (1, 3):
-            for size, shorter in ((32, 32), (80, 91), (112, 128)):
-                facts = {"channels": channels, "image_size": size, "shorter_side": shorter, "mean": [0], "std": [1]}
-                found = 255 * prepare(path, facts)[0]
-                wanted = held_out(open_image(path, channels), size).numpy()
-                assert found.shape == wanted.shape and found.dtype == np.float32
-                assert np.abs(found - wanted).mean() < 0.05 and np.abs(found - wanted).max() <= 2, (
-                    path,
-                    channels,
-                    size,
-                )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -115,16 +93,3 @@ def test_images_of_every_kind_are_made_ready_as_predict_does(tmp_path: Path, nam
         found = 255 * program["prepare"](path, facts | ({"pixel_range": pixel_range} if pixel_range else {}))[0]
         wanted = held_out(open_image(path, channels, pixel_range), 64, 73).numpy()
         assert np.abs(found - wanted).max() <= 2.01, (channels, pixel_range)
-
-
-def test_our_own_networks_are_loaded_as_the_page_says(here: Path) -> None:
-    text = (here / "our_own.py").read_text()
-    assert "runs/first/last.safetensors" in text
-    (here / "our_own_digits.py").write_text(text.replace("runs/first", "digits"))
-    model = runpy.run_path("our_own_digits.py")["model"]
-    from trainer.commands.export.formats import load
-
-    source = load(here / "digits", [])
-    inputs = source.sample(3)
-    with torch.no_grad():
-        assert torch.equal(model(inputs), source.model(inputs))

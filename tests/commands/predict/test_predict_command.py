@@ -6,26 +6,24 @@ import csv
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, orphaned_blocks, result, torchrun, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer
 from tests.data.photo_folders import coloured, photo
-from tests.storms import Job, slack
-from trainer.commands.predict.predict_command import _decoders, summary
-from trainer.processes.rank import Place
+from tests.pages import GUIDE
+from trainer.commands.predict.labelling import Labels
+from trainer.commands.predict.predict_command import COLUMNS, Rows, _decoders
+from trainer.commands.predict.sources import Item
+from trainer.pool import ItemError
 from trainer.processes.resources import cores
 
 CPU = "devices=[cpu]"
@@ -66,10 +64,8 @@ def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
     first = dict(part.split("=") for part in rows[0]["top5"].split(";"))
     assert len(first) == 5 and rows[0]["class"] == next(iter(first))
     assert float(rows[0]["probability"]) == float(first[rows[0]["class"]]) == max(map(float, first.values()))
-    assert not list((tmp_path / "out").glob("part-*"))
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "predict.json", "predictions.csv"]
     assert json.loads((tmp_path / "out" / "predict.json").read_text())["images"] == 360
-    tags = [path.name for path in (tmp_path / "out").iterdir()]
-    assert any(name.startswith("events.out") for name in tags)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +85,9 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
     other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
     assert 0 < len(one) < len(other) == 24
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
-    assert re.search(rf"\bof 24 images .*\n  note     {24 - len(one)} .*data\.root=", done.stdout)
-    assert "24 images labelled\n" in done.stdout
-    assert json.loads((tmp_path / "all" / "predict.json").read_text())["trained_on"] == 24 - len(one)
+    assert "24 images labelled\n" in done.stdout and "top-1" not in done.stdout
     alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
     assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
-    assert re.search(r" of 1 image .*\n  result", alone)
 
 
 def test_the_training_part(digits, tmp_path):
@@ -131,8 +124,7 @@ def test_bad_images_are_rows_with_reasons(photos, labelled):
     bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
     assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "it is empty"
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
-    assert {row["label"] for row in rows} == {"0", "1", ""}
-    assert "3 could not be read" in printed and "of 40 images " in printed
+    assert re.search(r"\n  unread   3\b", printed) and {row["label"] for row in rows} == {""}
 
 
 def test_paths_from_stdin(digits, photos, tmp_path):
@@ -146,13 +138,20 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
 
 
-def test_what_is_told_in_the_end():
-    counts = {"images": 2_000, "unreadable": 1, "failed": 0, "labelled": 1_000, "right": 500}
-    text = summary(counts, 0.5, 1_000, 321.4, Path("x.csv"))
-    assert re.match(r"1,999 images labelled, 321 images/s; 1 .*\brow\b.*\n", text)
-    assert "\n  note     all of these " in text and text.endswith("\n  result   x.csv")
-    text = summary({**counts, "unreadable": 2}, None, None, None, Path("x.csv"))
-    assert re.fullmatch(r"1,998 images labelled; 2 .*\brows\b.*\n  result   x\.csv", text)
+def test_a_row_is_what_the_guide_tells(tmp_path):
+    (tmp_path / "predictions.part").mkdir()  # what has the name keeps what it holds
+    with Rows(tmp_path, "jsonl", ("a", "b"), True) as rows:
+        rows.write(Item("0.png", None, 1), Labels((1, 0), (0.75, 0.25)))
+        rows.write(Item("1.png", None, None), Labels((), (), "odd"))
+        rows.write(Item("2.png", None, None), ItemError(2, "died"))
+        rows.finish()
+    found = list(map(json.loads, rows.final.read_text().splitlines()))
+    assert len([*tmp_path.iterdir()]) == 2 and [tuple(row) for row in found] == [COLUMNS] * 3
+    assert found[0]["top5"] == [["b", 0.75], ["a", 0.25]] and rows.first[0] == ("0.png", "b 75%  a 25%")
+    assert [row["error"] for row in found] == [None, "odd", "gave up: died"]
+    assert rows.counts == {"images": 3, "unreadable": 1, "failed": 1, "labelled": 1, "right": 1}
+    table = (GUIDE / "predict.md").read_text().partition("| column | what it holds |\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \| \w", table, re.M)) == COLUMNS
 
 
 def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
@@ -173,36 +172,36 @@ def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
     assert not any(row["class"] or row["probability"] or row["top5"] for row in rows)
 
 
-def test_killed_and_run_again_it_begins_anew(digits, photos, tmp_path):
-    """SIGKILL in the middle: all rows are as without a stop, none of them twice, and a line says so."""
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 130), (15, 143)))],
+)
+def test_stopped_and_run_again_it_begins_anew(digits, photos, tmp_path, number, code):
+    """In the middle: all rows are as without a stop, none of them twice. A kill leaves rows, of which a line tells."""
     paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 30
     (tmp_path / "list.txt").write_text("\n".join(paths))
     words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=16"]
-    whole = label(digits, tmp_path / "whole", *words[2:])
+    label(digits, tmp_path / "whole", *words[2:])
     folder = tmp_path / "out"
-    part = folder / "part-0000"
+    part = folder / "predictions.part"
     command = [sys.executable, "-m", "trainer", *words, f"output={folder}"]
-    child = warm.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    child = warm.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not part.exists() or part.stat().st_size < 4000:
         assert child.poll() is None, "it was over before it could be stopped"
         time.sleep(0.002)
-    child.kill()
-    child.wait()
-    shutil.copy(part, folder / "part-0001")  # of more ranks than now
-    (folder / "part-time.txt").touch()  # of the user
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode == code and part.exists() == (code == -9)
+    assert code == -9 or (errors.count("\n") == 1 and "the same words label all images anew" in errors), errors
     again = label(digits, folder, *words[2:])
-    assert re.search(r"stopped.*\banew\b", again.stdout) and "anew" not in whole.stdout
+    assert bool(re.search(r"stopped.*\banew\b", again.stdout)) == (code == -9)
     first, second = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out"))
-    assert second == first and len(first.splitlines()) == 1 + len(paths)
-    assert [path.name for path in folder.glob("part-*")] == ["part-time.txt"]
+    assert second == first and len(first.splitlines()) == 1 + len(paths) and not part.exists()
 
 
-@pytest.mark.parametrize("checkpoint", ["checkpoints/last", pytest.param("last.safetensors", marks=pytest.mark.full)])
-def test_a_checkpoint_of_the_run(checkpoint, digits, photos, labelled, tmp_path):
+def test_a_checkpoint_of_the_run(digits, photos, labelled, tmp_path):
     """Its classes and preparation are those that the run folder tells."""
-    given = digits / checkpoint
-    if checkpoint == "checkpoints/last":
-        given = max(given.parent.iterdir(), key=lambda path: path.name)
+    given = max((digits / "checkpoints").iterdir(), key=lambda path: path.name)
     label(given, tmp_path / "out", f"data.root={photos}", CPU, "predict.batch_size=8")
     assert read(tmp_path / "out") == read(labelled[0])
 
@@ -217,95 +216,36 @@ def test_a_folder_that_holds_something_is_refused(digits, photos, labelled):
     assert (labelled[0] / "predictions.csv").read_bytes() == before
 
 
-@pytest.mark.full("twenty starts")
-def test_killed_as_it_starts_it_leaves_nothing(digits, photos, tmp_path):
-    """No worker and no fork server is left five seconds later, whatever was being imported."""
-    words = ["predict", f"checkpoint={digits}", f"data.root={photos}", "devices=[cpu,cpu]", "predict.batch_size=1"]
-    met = set()
-    for n in range(20):
-        job = Job(tmp_path / str(n), *words)
-        time.sleep(0.4 * n * slack())
-        met.add(len(job.members()))
-        job.main.kill()
-        job.end(5 * slack())
-        assert not orphaned_blocks(job.blocks)
-    assert len(met) > 1, met  # its children were met too
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_clean(digits, photos, tmp_path, number, code):
-    paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 2000
-    (tmp_path / "list.txt").write_text("\n".join(paths))
-    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", f"output={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "trainer", *words, "devices=[cpu,cpu]", "predict.batch_size=4"]
-    child = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    part = tmp_path / "out" / "part-0000"
-    while not part.exists() or part.stat().st_size == 0:
-        assert child.poll() is None
-        time.sleep(0.01)
-    begun = time.monotonic()
-    child.send_signal(number)
-    _, errors = child.communicate(timeout=20)
-    assert child.returncode == code and time.monotonic() - begun < 10
-    assert errors.count("\n") == 1 and "the same words label all images anew" in errors, errors
-
-
-def test_ranks_label_a_part_each(digits, photos, labelled, tmp_path):
-    with torchrun(
-        "predict", f"checkpoint={digits}", f"data.root={photos}", f"output={tmp_path / 'two'}", "devices=[cpu,cpu]",
-        "predict.batch_size=1", arguments=["--standalone", "--nproc_per_node=2"],
-    ) as run:  # fmt: skip
-        out, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, out
-    same_but_for_rounding(read(tmp_path / "two"), read(labelled[0]))
-    assert not list((tmp_path / "two").glob("part-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "googlenet"])
-def test_published_weights(name, tmp_path, photos, monkeypatch):
-    """Torchvision's own file, where it would be downloaded to; with its own transforms and class names."""
-    import torchvision
-
-    weights = torchvision.models.get_model_weights(name)["DEFAULT"]
-    torch.manual_seed(0)
-    heads = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
-    hub = tmp_path / "hub" / "checkpoints"
-    hub.mkdir(parents=True)
-    torch.save(torchvision.models.get_model(name, **heads).state_dict(), hub / weights.url.rpartition("/")[2])
-    words = [f"model.name={name}", "model.weights=DEFAULT", f"data.root={photos / '0'}", CPU, "logging.progress=false"]
-    ok("predict", *words, f"output={tmp_path / 'out'}", env={"TORCH_HOME": str(tmp_path)})
-    rows = read(tmp_path / "out")
-    image = torch.from_numpy(np.array(Image.open(photos / "0" / "00.png"))).permute(2, 0, 1)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    model = torchvision.models.get_model(name, weights="DEFAULT")
-    with torch.inference_mode():
-        best = model.eval()(weights.transforms()(image)[None]).softmax(1)[0]
-    assert len(rows) == 20 and rows[0]["class"] == weights.meta["categories"][int(best.argmax())]
-    assert float(rows[0]["probability"]) == pytest.approx(float(best.max()), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
         (["checkpoint=nowhere"], 4, "'nowhere' is not there, nor runs/nowhere: "),
-        (["model.name=resnet18"], 2, "predict needs a model and images"),
-        (["model.name=resnet05", "model.weights=DEFAULT", "data.root=."], 2, "did you mean resnet50"),
+        (["model.weights=DEFAULT", "data.root=."], 2, "recipe=finetune"),
+        (["checkpoint=RUN", "compile=true"], 2, "leave it out"),
+        (["checkpoint=RUN", "predict.split=val", "x/y.png"], 2, "leave it out, or x/y.png"),
         (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),
         (["checkpoint=RUN", "data.root=EMPTY"], 3, "holds no images"),
         (["checkpoint=RUN", "devices=[cuda:0]"], 2, "devices=[cpu]"),
         (["checkpoint=RUN", "devices=[gpu]"], 2, "cuda:0"),
         (["checkpoint=RUN", "recipe=digits"], 2, "has its own"),
-        (["checkpoint=RUN", "nproc=2"], 2, "torchrun"),
+        (["checkpoint=RUN", "nproc=2"], 2, "devices=["),
     ],
 )
-def test_bad_words(digits, tmp_path, words, code, says):
+def test_bad_words(digits, tmp_path, words, code, says, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "y.png").touch()
     (tmp_path / "empty").mkdir()
     places = {"checkpoint=RUN": f"checkpoint={digits}", "data.root=EMPTY": f"data.root={tmp_path / 'empty'}"}
     done = trainer("predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}")
     assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
     assert says in done.stderr
+
+
+def test_several_ranks_are_refused(digits, tmp_path):
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    done = trainer("predict", f"checkpoint={digits}", f"output={tmp_path / 'out'}", env=ranks)
+    assert done.returncode == 2 and re.search(r"devices=.*without torchrun", done.stderr), done.stderr
 
 
 def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, tmp_path):
@@ -314,5 +254,5 @@ def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, tmp_path):
     assert f"on {named}\n" in label(digits, tmp_path / "out", *words).stdout
     assert "on cpu\n" in label(digits, tmp_path / "threads", *words, "threads=2").stdout
     same_but_for_rounding(read(tmp_path / "out"), read(tmp_path / "threads"))
-    assert _decoders(["cpu"], Place()) == cores() // 2 and _decoders(["cpu"] * cores(), Place()) == 0
-    assert _decoders(["cuda:0"], Place()) == min(32, cores()) and _decoders(["cuda:0"] * 2 * cores(), Place()) == 1
+    assert _decoders(["cpu"]) == cores() // 2 and _decoders(["cpu"] * cores()) == 0
+    assert _decoders(["cuda:0"]) == min(32, cores()) and _decoders(["cuda:0"] * 2 * cores()) == 1

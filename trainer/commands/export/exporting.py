@@ -1,77 +1,129 @@
-"""Writing the file, comparing its outputs with the model's, and the lines that say so."""
+"""What is exported, one function a format, comparing the file's outputs with the model's, and the lines that say so."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from trainer.commands.export.formats import FACTS, WRITERS, ExportSource, Runner, load, quietly
-from trainer.errors import RecipeError, TrainerError, is_out_of_memory, text_of
+from trainer.commands.trained import Trained, task_without_loss
+from trainer.data import TensorSpec
+from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.saving.files import put, remove, writing
-from trainer.saving.locks import lock_alone, open_lock
-from trainer.saving.tensor_files import sync
+from trainer.saving.tensor_files import sync_folder, write_synced
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output
-DRAFT, LOCK = ".export-", ".lock"  # a file's folder until it was checked; its lock is held as long
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
+PREPARED = "pixels from 0 to 1, minus mean, divided by std"
+RESIZED = "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"
+OUTPUTS = {
+    "classification": "a score a class: softmax gives probabilities",
+    "multilabel": "a score a label: the sigmoid gives probabilities",
+    "regression": "the values",
+}
+FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
+Runner = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A trained model, in evaluation on the CPU."""
+
+    model: nn.Module
+    inputs: TensorSpec  # of one sample, without the batch dimension
+    # to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are
+    facts: dict[str, Any]
+
+    def sample(self, rows: int, seed: int = 0) -> Tensor:
+        """Random inputs (rows, ...): normal real numbers; of whole ones 0 and 1, which every vocabulary has."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (rows, *self.inputs.shape)
+        if self.inputs.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(self.inputs.dtype)
+        return torch.randint(0, 2, shape, generator=generator).to(self.inputs.dtype)
+
+
+def load(path: Path, words: Sequence[str]) -> ExportSource:
+    """The model of a run folder, a checkpoint or a file of weights. Raises CheckpointError, RecipeError."""
+    trained = Trained.read(path, words)
+    recipe, facts = trained.recipe, trained.facts
+    if facts.classes is None or (facts.inputs is None and not facts.mean):
+        raise CheckpointError(f"{path} does not say what its inputs are; give a run folder or its last.safetensors")
+    classes, size, inputs = facts.classes, facts.image_size, facts.spec
+    shorter = facts.shorter(size)
+    if facts.mean:  # as `load` and `predict` have them, where data.image_size= says another size
+        how = trained.preparation()[1]
+        size, shorter = how.image_size, how.shorter_side
+        inputs = TensorSpec((facts.channels, size, size), inputs.dtype)
+    task = task_without_loss(recipe, classes)
+    model = trained.model(task, len(classes), facts.channels, size, None if facts.mean else inputs)
+    exported = {
+        "model": recipe.model.name,
+        "task": recipe.task.name,
+        "classes": classes,
+        "mean": facts.mean,
+        "std": facts.std,
+        "channels": facts.channels,
+        "image_size": size,
+        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if facts.mean else {}),
+        **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
+        "inputs": json.loads(inputs.to_json()),
+        "input": PREPARED if facts.mean else "as the data set gives them",
+        "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
+    }
+    return ExportSource(model, inputs, exported)
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
-    """Export the weights at `path`; returns what to print. The file has its name only once it was checked. Raises
+    """Export the weights at `path`; returns what to print. The file is written once its content was checked. Raises
     CheckpointError, RecipeError, SetupError, DiskFullError.
     """
     source = load(path, words)
-    folder = target.parent
-    with writing(folder, "the same words again"), _draft(folder) as draft:
-        written = draft / target.name
-        agreement = _checked(source, kind, written)
-        files = sorted(draft.iterdir(), key=lambda file: file == written)  # the model itself last
-        size = sum(file.stat().st_size for file in files)
-        for file in files:
-            sync(file)
-            put(file, folder / file.name)
-    return _report(source, path, kind, target, size, agreement)
+    content, agreement = _checked(source, kind)
+    draft = target.with_name(f".{target.name}.tmp")
+    with writing(target.parent, "the same words again"):
+        remove(draft)  # of an export that was killed
+        try:
+            write_synced(draft, [memoryview(content)], "export")
+            put(draft, target)
+            sync_folder(target.parent)
+        finally:
+            remove(draft)
+    shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
+    lines = {
+        "file": f"{target}, {len(content) / 1e6:,.1f} MB",
+        "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
+        "output": source.facts["output"],
+        "agrees": agreement,
+    }
+    head = f"exported {path} ({source.facts['model']}) as format={kind}"
+    return "\n".join([head, *(f"  {title:<7} {text}" for title, text in lines.items())]) + "\n"
 
 
-@contextmanager
-def _draft(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` that is removed after the block; those that killed exports left behind are removed now."""
-    for left in folder.glob(f"{DRAFT}????????"):
-        with suppress(OSError), open(left / LOCK, "r+") as lock:  # one without is not ours
-            if lock_alone(lock.fileno()):
-                remove(left)
-    draft = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
-    home = draft.with_name(draft.name.replace(".exporting-", DRAFT))
-    try:
-        with open(open_lock(draft / LOCK)) as lock:
-            lock_alone(lock.fileno())  # before it has the name that others look for
-            draft.rename(home)
-            (home / "files").mkdir()
-            yield home / "files"
-    finally:
-        remove(draft)
-        remove(home)
-
-
-def _checked(source: ExportSource, kind: str, path: Path) -> str:
-    """Write the file and run it; returns how far its outputs are from the model's. Raises RecipeError."""
-    name = source.recipe.model.name
+def _checked(source: ExportSource, kind: str) -> tuple[bytes, str]:
+    """A file's content, and how far its outputs are from the model's. Raises RecipeError."""
     try:
         with torch.no_grad():
-            return _agreement(source, WRITERS[kind](source, path))
+            content, run = WRITERS[kind](source)
+            return content, _agreement(source, run)
     except TrainerError:
         raise
     except Exception as error:  # the exporters raise as many kinds as there are things that they cannot express
-        if isinstance(error, OSError) or is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         reason = " ".join(text_of(error).split())[:200] or "no reason given"
         raise RecipeError(
-            f"format={kind} cannot express model.name={name} ({type(error).__name__}: {reason}): "
+            f"format={kind} cannot express model.name={source.facts['model']} ({type(error).__name__}: {reason}): "
             f"try format={INSTEAD[kind]}"
         ) from None
 
@@ -91,40 +143,56 @@ def _agreement(source: ExportSource, run: Runner) -> str:
         if not difference <= most:
             raise ValueError(f"for {rows} samples its outputs differ by {difference:.2g}, allowed is {most:.2g}")
     sizes = ", ".join(map(str, BATCHES))
-    differ = f"outputs of up to {largest:.3g} differ by at most {worst:.2g}"
-    allowed = f"          (allowed: {TOLERANCE:g} of a batch's largest output)"
-    return f"with the model on random batches of {sizes}: {differ}\n{allowed}"
+    return f"on random batches of {sizes}: outputs of up to {largest:.3g} differ by at most {worst:.2g}"
 
 
-def _report(source: ExportSource, path: Path, kind: str, target: Path, size: int, agreement: str) -> str:
-    shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
-    names = source.facts["classes"]
-    first = ", ".join(map(str, names[:5]))
-    lines = {
-        "file": f"{target}, {size / 1e6:,.1f} MB",
-        "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
-        **({"resize": source.facts["resize"]} if "resize" in source.facts else {}),
-        "output": source.facts["output"],
-        "holds": f"{len(names)} names ({first}{', ...' * (len(names) > 5)}), mean, std and size",
-        "agrees": agreement,
-    }
-    head = f"exported {path} ({source.recipe.model.name}) as format={kind}"
-    report = [head, *(f"  {title:<7} {text}" for title, text in lines.items())]
-    used = [f"    {line}" for line in usage(kind, target)]
-    return "\n".join([*report, "  in Python, for prepared images (python -m trainer guide export):", *used]) + "\n"
-
-
-def usage(kind: str, target: Path) -> tuple[str, ...]:
-    """Three lines of Python that give the scores of `images`; `facts` says how these are prepared."""
-    path, name = repr(str(target)), repr(FACTS)
-    if kind == "onnx":
-        return (
-            f"import json, onnxruntime; session = onnxruntime.InferenceSession({path})",
-            f"facts = json.loads(session.get_modelmeta().custom_metadata_map[{name}])",
-            'scores = session.run(None, {"input": images})[0]',
+def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
+    """An ONNX file, and what runs it; the facts are its metadata trainer.json."""
+    with quietly():
+        exported: Any = torch.onnx.export(
+            _program(source), (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
         )
-    return (
-        f'import json, torch; beside = {{{name}: ""}}',
-        f"model = torch.export.load({path}, extra_files=beside).module()",
-        f"facts, scores = json.loads(beside[{name}]), model(images)",
-    )
+        exported.model.metadata_props[FACTS] = json.dumps(source.facts, indent=1)
+        content = exported.model_proto.SerializeToString()  # protobuf holds 2 GB, and says so
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return content, lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+
+def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
+    """A file of torch.export, and what runs it; the facts are a further file in it, trainer.json."""
+    buffer = io.BytesIO()
+    with quietly():
+        torch.export.save(_program(source), buffer, extra_files={FACTS: json.dumps(source.facts, indent=1)})
+        buffer.seek(0)
+        runner: Runner = torch.export.load(buffer).module()
+    return buffer.getvalue(), runner
+
+
+WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
+
+
+def _program(source: ExportSource) -> torch.export.ExportedProgram:
+    """The model as a graph for any number of samples, without the paths of its code on this machine."""
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the libraries' own words: of deprecations, of every operator, of graphs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

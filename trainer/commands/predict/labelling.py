@@ -1,4 +1,4 @@
-"""A prediction worker: decodes, prepares as in evaluation, classifies. Lives in the pool's processes."""
+"""A model that labels images, and a worker of the pool that has one: decodes, prepares as in evaluation, classifies."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.commands.trained import Preparation
-from trainer.data import PhotoSource, PictureSource
+from trainer.commands.trained import Preparation, Trained, task_without_loss
+from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.decoding import open_image, reason, with_channels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out, middle_of_stripe
+from trainer.data.photos.photo_reader import held_out
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.errors import RecipeError
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
@@ -30,37 +34,61 @@ from trainer.tasks import Task
 
 NOT_FINITE = "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
 WARM = 12  # batches of a size in a row before their pass is recorded: how many follow is not known
-COMPILED = {"cuda": 64, "cpu": 16}  # images of a compiled pass, where predict.batch_size is left out
+
+
+@dataclass(frozen=True)
+class LabelModel:
+    """A model that can label, and what it was made of."""
+
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    classes: tuple[str, ...]
+    preparation: Preparation
+    data: Datasets | None  # where a part of the data set is labelled
+    photos: tuple[str, ...]  # else: files, folders, lists of paths
+
+    @classmethod
+    def read(
+        cls, path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None
+    ) -> LabelModel:
+        """The weights of a run or a checkpoint, with the preparation that they were evaluated with.
+
+        `photos` are to be labelled beside those of data.root=, or a `split` of the run's data set; None: as the words
+        say. Raises CheckpointError, RecipeError.
+        """
+        trained = Trained.read(path, words)
+        recipe = trained.recipe
+        if (part := recipe.predict.split) is not None and photos:
+            raise RecipeError(f"predict.split={part} labels the run's own data set: leave it out, or {photos[0]}")
+        if part is None and any(word.startswith("data.root=") for word in words) and recipe.data.root is not None:
+            photos = (recipe.data.root, *photos)
+        data = trained.data(recipe) if (not photos if split is None else split) else None
+        if (trained.facts.classes is not None and not trained.facts.mean) or (data is not None and data.plain):
+            raise RecipeError(f"{path} was trained on inputs other than images, but predict labels images")
+        classes, how = trained.preparation() if data is None else (data.classes, Preparation.of(data))
+        task = task_without_loss(recipe, classes)
+        if type(task).ranked is Task.ranked:
+            task.ranked(torch.zeros(0))  # says so
+        model = trained.model(task, len(classes), how.channels, how.image_size)
+        names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
+        return cls(recipe, task, model, names, how, data, tuple(photos))
 
 
 class Labels(NamedTuple):
     """The most probable classes of an image, at most five, with their probabilities; or why there are none.
 
-    Of a regression they are its values. `label_probability` is that of the class which the image is known to have.
+    Of a regression they are its values.
     """
 
     classes: tuple[int, ...]
     probabilities: tuple[float, ...]
     error: str = ""
-    label_probability: float | None = None
-
-
-Known = tuple[Tensor, int | None]  # a prepared image, and its class where that is known
-
-
-class Classified(NamedTuple):
-    """A pass: the best classes of N images and their probabilities, (N, 5), and the (N,) probabilities of their labels,
-    which are 0 where they are not known."""
-
-    classes: Tensor
-    probabilities: Tensor
-    of_labels: Tensor | None
-    labels: list[int | None]
 
 
 class Labeller:
     """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, why there is none, or an index into
-    `source`; or one of these and its class."""
+    `source`."""
 
     def __init__(
         self,
@@ -96,15 +124,8 @@ class Labeller:
             # Items of a user's own data set are read one after the other: nothing says that they may be read at once.
             several = self.source is None or isinstance(self.source, EncodedPhotos)
             self._decoders = ThreadPoolExecutor(self.threads if several else 1, "decoding")
-        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, _tell, WARM)
-        self._compiled = 0  # images of each compiled pass: of all sizes, or every new one would be compiled again
-        if recipe.compile:
-            self._compiled = recipe.predict.batch_size or COMPILED[device.type]
-            self.model.compile(dynamic=False)
-            blank = torch.zeros(how.channels, how.image_size, how.image_size, dtype=torch.uint8)
-            self._labels(
-                self._classified([(self._prepared(blank), None)])
-            )  # compiles here, where no image's time is counted
+        tell = partial(print, file=sys.stderr, flush=True)  # results may go to stdout
+        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, tell, WARM)
 
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
         """Begin to read them; the pool calls this as soon as a batch arrives, while the one before is labelled."""
@@ -112,36 +133,18 @@ class Labeller:
 
     def batch(self, items: Sequence[Any]) -> list[Labels]:
         """The labels of each item, or of what `prepare` made of it; one that cannot be read has its reason instead."""
-        ready = (item.result() if isinstance(item, Future) else self._tried(item) for item in items)
-        rows = self._compiled or len(items)
-        results: list[Labels | None] = []
-        images: list[Known] = []
-        pieces = []
-        for image in ready:
-            results.append(image if isinstance(image, Labels) else None)
-            if not isinstance(image, Labels):
-                images.append(image)
-            if len(images) == rows:
-                pieces.append(self._classified(images))  # the device begins, and nobody waits for it
-                images = []
-        if images:
-            pieces.append(self._classified(images))
-        good = (labels for piece in pieces for labels in self._labels(piece))
-        return [labels if labels is not None else next(good) for labels in results]
+        ready = [item.result() if isinstance(item, Future) else self._tried(item) for item in items]
+        labelled = iter(self._labels([image for image in ready if not isinstance(image, Labels)]))
+        return [image if isinstance(image, Labels) else next(labelled) for image in ready]
 
-    def _tried(self, item: Any) -> Known | Labels:
-        item, label = item if isinstance(item, tuple) else (item, None)
+    def _tried(self, item: Any) -> Tensor | Labels:
         try:
-            return self._prepared(item), label
+            return self._prepared(item)
         except Exception as error:  # decoders raise anything at all
             return Labels((), (), reason(error))
 
     def _prepared(self, item: Any) -> Tensor:
-        how, picture = self.preparation, self._picture(item)
-        if how.published is not None:
-            whole = picture.whole(max(picture.height, picture.width))
-            return how.published(middle_of_stripe(whole, how.shorter_side))
-        return held_out(picture, how.image_size, how.shorter_side)
+        return held_out(self._picture(item), self.preparation.image_size, self.preparation.shorter_side)
 
     def _picture(self, item: Any) -> Picture:
         channels = self.preparation.channels
@@ -156,50 +159,27 @@ class Labeller:
             item = self.source.read(item, channels)[0]
         return Picture.of(with_channels(item, channels))
 
-    def _classified(self, known: list[Known]) -> Classified:
-        """On the device, which may still be computing them."""
-        images, labels = [image for image, _ in known], [label for _, label in known]
-        count, first = len(images), images[0]
-        pinned = self.device.type == "cuda"
-        batch = torch.empty(self._compiled or count, *first.shape, dtype=first.dtype, pin_memory=pinned)
-        torch.stack(images, out=batch[:count])
-        batch[count:] = 0
-        batch = batch.to(self.device, non_blocking=True)
+    def _labels(self, images: list[Tensor]) -> list[Labels]:
+        """The labels of prepared images, computed at once."""
+        if not images:
+            return []
+        batch = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype, pin_memory=self.device.type == "cuda")
+        torch.stack(images, out=batch)
         with torch.inference_mode():
-            if self.preparation.published is None:
-                batch = self._transform.inputs(batch.permute(0, 2, 3, 1).contiguous())
-            elif self.recipe.channels_last:
-                batch = batch.contiguous(memory_format=torch.channels_last)
-            whole = self._forward(batch)
-            assert whole is not None
-            outputs = whole[:count].float()
-            of_labels = None
-            if any(label is not None for label in labels):
-                targets = torch.tensor([label or 0 for label in labels], device=self.device)
-                of_labels = self.task.label_probabilities(outputs, targets)
-            return Classified(*self.task.ranked(outputs), of_labels, labels)
+            rows = batch.to(self.device, non_blocking=True).permute(0, 2, 3, 1).contiguous()
+            outputs = self._forward(self._transform.inputs(rows))
+            assert outputs is not None
+            classes, numbers = (best.tolist() for best in self.task.ranked(outputs.float()))
+        return [
+            Labels(tuple(best), tuple(row)) if all(map(math.isfinite, row)) else Labels((), (), NOT_FINITE)
+            for best, row in zip(classes, numbers, strict=True)
+        ]
 
     def _launched(self, batch: Tensor) -> Tensor:
         precision = AUTOCAST.get(self.recipe.precision)
         with torch.autocast(self.device.type, precision, enabled=precision is not None):
             outputs: Tensor = self.model(batch)
         return outputs
-
-    @staticmethod
-    def _labels(done: Classified) -> list[Labels]:
-        of_labels = done.labels if done.of_labels is None else done.of_labels.tolist()
-        rows = zip(done.classes.tolist(), done.probabilities.tolist(), done.labels, of_labels, strict=True)
-        return [
-            Labels(tuple(classes), tuple(numbers), "", None if label is None or done.of_labels is None else of_label)
-            if all(map(math.isfinite, numbers))
-            else Labels((), (), NOT_FINITE)
-            for classes, numbers, label, of_label in rows
-        ]
-
-
-def _tell(line: str) -> None:
-    """Beside the results, which may go to stdout."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Forward:

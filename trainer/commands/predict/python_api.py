@@ -44,7 +44,12 @@ def predict(
         RecipeError: no such device, a model that cannot be sent to a worker, or something else in place of either.
         ItemError: the model failed on an input; its `index` is the input's number.
     """
-    _check(model, inputs, batch_size)
+    if not isinstance(model, nn.Module):
+        given = f"{type(model).__name__}; to label images with a run type trainer.load('runs/x').predict(images)"
+        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {given}")
+    iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
+    if isinstance(inputs, str | bytes | os.PathLike | Mapping | DataLoader) or not iterable:
+        raise RecipeError(f"predict() takes a tensor, or an iterable of single inputs, not {type(inputs).__name__}")
     if isinstance(inputs, np.ndarray):
         inputs = as_tensor(inputs)
     names = chosen_devices(devices)
@@ -67,32 +72,7 @@ def chosen_devices(devices: Sequence[str | torch.device] | str | torch.device) -
     """A worker's device each, of a list of devices, one, or "auto". Raises RecipeError."""
     single = isinstance(devices, torch.device) or (isinstance(devices, str) and devices != "auto")
     chosen: Any = [devices] if single else devices
-    if not isinstance(chosen, str | Sequence):
-        raise RecipeError(f"devices= is a list, as in devices=['cuda:0', 'cpu'], or 'auto', not {chosen!r}")
     return prediction_devices(chosen, cuda_for(chosen), cores())
-
-
-def _check(model: object, inputs: object, batch_size: object) -> None:
-    """Raises RecipeError where a program hands over something else, before anything starts."""
-    if isinstance(model, str | os.PathLike):
-        raise RecipeError(
-            f"predict() takes a model, but {os.fspath(model)!r} is a path: type "
-            f"trainer.load({os.fspath(model)!r}).predict(images), which labels images as the run evaluated them"
-        )
-    if isinstance(model, type):
-        raise RecipeError(f"predict() takes a model, but {model.__name__} is a class: make one, {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"predict() takes a model, a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(inputs, DataLoader):
-        raise RecipeError(
-            "predict() makes the batches itself, but a DataLoader gives batches: give the inputs, "
-            "as in (item[0] for item in loader.dataset)"
-        )
-    iterable = isinstance(inputs, Iterable) or hasattr(inputs, "__getitem__")  # read by number, as from a data set
-    if isinstance(inputs, str | bytes | os.PathLike | Mapping) or not iterable:
-        raise RecipeError(f"predict() takes a tensor of inputs, or an iterable of them, not {type(inputs).__name__}")
-    if not isinstance(batch_size, int | None):
-        raise RecipeError(f"batch_size= is a whole number, or None, not {type(batch_size).__name__}")
 
 
 def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
@@ -105,15 +85,13 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _stream(model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None) -> Iterator[Any]:
-    with _pool(model, devices, batch_size) as pool:
-        yield from pool.map(inputs)
-
-
-def _pool(model: nn.Module, devices: Sequence[str], batch_size: int | None) -> DevicePool:
-    """Workers that have the model; one with a lambda, or of a class that no module holds, travels by value."""
-    homeless = any(type(part).__module__ == "__main__" for part in model.modules())
+    """A model with a lambda, or of a class that no module holds, travels by value."""
+    pool, homeless = None, any(type(part).__module__ == "__main__" for part in model.modules())
     if not (homeless and pickling.nowhere_to_import()):
         with suppress(RecipeError):
-            return DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
-    sent = pickling.packed(model, "the model", "let it hold only what can be pickled")
-    return DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)
+            pool = DevicePool(devices, Forward, arguments=(model,), batch_size=batch_size)
+    if pool is None:
+        sent = pickling.packed(model, "the model", "let it hold only what can be pickled")
+        pool = DevicePool(devices, Forward, arguments=(sent,), batch_size=batch_size)
+    with pool:
+        yield from pool.map(inputs)

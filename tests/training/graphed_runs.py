@@ -136,18 +136,14 @@ class HookedWeight(Noisy):
 class Anneals(Noisy):
     """What its layers do depends on how often it was switched to training: on the epoch."""
 
-    epochs, until = 0, 2
+    epochs = 0
 
     def train(self, mode=True):
-        self.epochs = min(self.epochs + mode, self.until)
+        self.epochs += mode
         return super().train(mode)
 
     def forward(self, x):
         return super().forward(x) * (1 + 0.5 * self.epochs)
-
-
-class AnnealsOn(Anneals):
-    until = 99
 
 
 class Drifts(Noisy):
@@ -185,7 +181,6 @@ SEEN: list[torch.Size] = []
 for kind in (
     Expanded,
     Anneals,
-    AnnealsOn,
     Drifts,
     WaitsOnOne,
     Hooked,

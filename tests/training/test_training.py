@@ -5,7 +5,6 @@ Importing torch costs seconds and a torchrun five: tests share a run where they 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -27,7 +26,6 @@ from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
 from trainer.saving.steps_file import STEP_COLUMNS
-from trainer.telemetry.clocks import Ledger
 
 SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
 
@@ -38,27 +36,6 @@ def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference") / "run"
     ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={folder}")
     return folder
-
-
-@pytest.mark.full
-def test_sync_bn_sees_the_global_batch(tmp_path):
-    words = ["recipe=digits", "augment.crop=none", "max_steps=5", "optimizer.lr=0.01", *QUIET]
-    ok(*words, "mode=single", f"output={tmp_path / 'one'}")
-    ok(*words, "mode=ddp", "nproc=2", "sync_bn=true", f"output={tmp_path / 'two'}")
-    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'apart'}")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert losses(tmp_path / "apart") != pytest.approx(losses(tmp_path / "one"), rel=1e-4), "without it the shards show"
-    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
-    torch.testing.assert_close(one["1.running_var"], two["1.running_var"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_compile(reference, tmp_path):
-    for mode in (["mode=single"], ["mode=ddp", "nproc=2"]):
-        folder = tmp_path / mode[0]
-        ok(*SAME, *mode, "model.name=cnn_gn", "compile=true", f"output={folder}", timeout=600)
-        assert losses(folder) == pytest.approx(losses(reference), rel=1e-4)
-        assert load_file(folder / "last.safetensors").keys() == load_file(reference / "last.safetensors").keys()
 
 
 @pytest.mark.full
@@ -214,16 +191,6 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     shutil.rmtree(tmp_path)  # up to 2 GB of checkpoints
 
 
-@pytest.mark.full
-def test_photos_in_two_ranks_with_workers(photos, tmp_path):
-    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
-    words += ["batch_size=8", "epochs=2", "optimizer.lr=0.001", *QUIET]
-    ok(*words, "mode=single", "data.workers=0", f"output={tmp_path / 'one'}")
-    ok(*words, "mode=ddp", "nproc=2", "data.workers=2", f"output={tmp_path / 'two'}")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert result(tmp_path / "two")["val_top1"] == result(tmp_path / "one")["val_top1"]
-
-
 @pytest.mark.slow
 def test_resnet50_without_data_measures_speed(tmp_path):
     words = ["recipe=resnet50", "mode=single", "data.image_size=32", "batch_size=4", "max_steps=3", *QUIET]
@@ -312,19 +279,6 @@ def logged(folder):
     return seen
 
 
-@pytest.mark.full("test_resume_modes.py goes round all modes")
-def test_resume_under_another_mode(tmp_path):
-    words = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "epochs=2", "optimizer.lr=0.001", *QUIET]
-    ok(*words, "mode=single", f"output={tmp_path / 'whole'}")
-    stopped = trainer(
-        *words, "mode=single", "save.every_steps=10", f"output={tmp_path / 'cut'}", env={"TRAINER_FAULT": "kill@0:15"}
-    )
-    assert stopped.returncode == -signal.SIGKILL
-    done = ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'cut'}", "resume=auto")
-    assert "resuming at step 10" in done.stdout and result(tmp_path / "cut")["world_size"] == 2
-    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-
-
 def test_averaged_batch_norm_is_evaluated_as_it_is_saved(tmp_path):
     """Running statistics are each rank's own until they are settled; what is evaluated must be what is written."""
     words = ["recipe=digits", "mode=ddp", "nproc=2", "ema=0.9", "epochs=1", "optimizer.lr=0.01", *QUIET]
@@ -339,23 +293,6 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     done = trainer(*SAME, "mode=ddp", "nproc=2", "model.name=cnn_gn", f"output={reference}")
     assert done.returncode == 8 and len(done.stderr.splitlines()) == 1, done.stderr
     assert time.monotonic() - begun < 15
-
-
-def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
-    """Of the steps: a start that took longer than that, as of a model that is compiled, leaves nothing unmeasured."""
-    words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
-
-    def slow(part):
-        ledger = Ledger(part)
-        ledger.begun = ledger._since = ledger.begun - 1000
-        return ledger
-
-    monkeypatch.setattr("trainer.training.setup.Ledger", slow)
-    found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
-    assert found["steps"] == 20 and found["seconds_in"]["start-up"] > 1000
-    monkeypatch.setattr("trainer.training.rank_sync.SECONDS", 0.0)
-    found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
-    assert found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
 
 
 def test_a_first_step_in_which_all_is_made_ready_is_no_reason_for_more_grace(tmp_path, monkeypatch, capsys, here):
@@ -425,39 +362,6 @@ def test_a_plugins_children_that_end_are_no_signal_to_stop(tmp_path):
     done = trainer(*words, *QUIET, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_photos_with_workers_and_a_compiler_are_trained(photos, tmp_path):
-    """Loader workers and the compiler's processes end while steps take long."""
-    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
-    words += ["batch_size=8", "epochs=2", "data.workers=1", "compile=true", "mode=single", *QUIET]
-    ok(*words, f"output={tmp_path / 'run'}", timeout=600)
-    assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-@pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_a_signal_while_compiling(mode, tmp_path):
-    """It reaches the compiler's processes too, where it goes to the group."""
-    folder = tmp_path / "run"
-    words = ["recipe=digits", "model.name=cnn_gn", "compile=true", "epochs=200", f"mode={mode}", *QUIET]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words, f"output={folder}"],
-        env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: any((tmp_path / "cache").rglob("*.cpp")), process, 240)
-        os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 143 and "Traceback" not in output, output
 
 
 SLOW = """
@@ -601,14 +505,6 @@ def two_nodes(*words, folders=None, env=None):
 
 
 @pytest.mark.full
-def test_two_nodes_on_one_host(reference, tmp_path):
-    ended = two_nodes(*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert result(tmp_path / "run")["world_size"] == 2
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["mode=ddp", "mode=pipeline pipeline.microbatches=2"])
 def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_path):
     """Each node has a disk of its own: only the first has what was saved."""
@@ -642,16 +538,3 @@ def test_restarts_resume_by_themselves(tmp_path):
     out += "".join(f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json")))
     assert process.returncode == 0, out
     assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out
-
-
-def test_the_python_api(tmp_path):
-    code = f"""
-import trainer
-one = trainer.train(trainer.load_recipe("digits", "mode=single", max_steps=3, output="{tmp_path}/one"))
-two = trainer.load_recipe("digits", "mode=ddp", devices=["cpu", "cpu"], max_steps=3, output="{tmp_path}/two")
-two = trainer.train(two)
-assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
-"""
-    done = warm.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "two")["steps"] == 3

@@ -18,7 +18,7 @@ OBJECTS = {
     "model=net": "net",
     "on_epoch=function": "callbacks",
 }
-ARGUMENTS = ("model", "data", "on_epoch", "on_step")
+ARGUMENTS = ("model", "data", "on_epoch")
 INSTEAD = {name: instead for instead, names in OBJECTS.items() for name in names.split()}
 
 

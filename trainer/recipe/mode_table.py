@@ -144,7 +144,6 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "its workers compute separately between averagings; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
         also_called="localsgd local diloco postlocalsgd",
     ),
@@ -160,7 +159,6 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
             "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
-            "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
         also_called="async asgd asyncsgd hogwild",
     ),

@@ -48,7 +48,6 @@ class Facts:
     throughput: Throughput | None = None  # of the run so far
     strain: Strain = field(default_factory=Strain)  # of the machine
     threads: int = 1  # that compute together in a process; 1 also where a GPU computes
-    skipped: Sequence[int] = ()  # steps that were left out because a loss or gradient was not finite
 
     @property
     def guessing(self) -> float | None:
@@ -88,14 +87,6 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
         return None
     than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
     return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{_gentler(recipe)}"
-
-
-def _not_finite(facts: Facts, recipe: Recipe) -> str | None:
-    if not (count := len(facts.skipped)):
-        return None
-    which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (count > 5)
-    text = f"a loss or gradient was not finite in {count} step{'s' * (count > 1)} ({which}), left out of the training"
-    return text + _gentler(recipe)
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
@@ -187,7 +178,6 @@ def slow_rank(lag: Lag, where: str, strain: Strain) -> str:
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
-    "not finite": _not_finite,
     "loss": _loss,
     "accuracy": _accuracy,
     "memorised": _memorised,

@@ -1,6 +1,6 @@
-"""Callbacks of the program that called `train`, after epochs and at logged steps; they run in rank 0's process.
+"""The callback of the program that called `train`, after each epoch, in rank 0's process.
 
-Each may end the run, log values and change the learning rate.
+It may end the run, log values and change the learning rate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,25 @@ class CallbackAnswer:
 
 
 @dataclass(frozen=True)
-class CallbackReport:
-    """What a callback is called with. In a run of several ranks it is called once, with the figures of all of them."""
+class EpochReport:
+    """An epoch that is over and evaluated. In a run of several ranks it has the figures of all of them.
 
+    Attributes:
+        epoch: epochs done, from 1; epochs: of the whole run.
+        step: steps done.
+        train_loss: mean over the epoch.
+        metrics: of the held-out samples, as in {"loss": 0.31, "top1": 0.92, "top5": 0.99}.
+        best: whether no epoch before was better.
+        seconds: of the run so far.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    train_loss: float
+    metrics: dict[str, float]
+    best: bool
+    seconds: float
     _answer: CallbackAnswer = field(default_factory=CallbackAnswer, init=False, repr=False, compare=False)
 
     def log(self, name: str, value: float) -> None:
@@ -73,78 +89,32 @@ class CallbackReport:
         return self._answer
 
 
-@dataclass(frozen=True)
-class StepReport(CallbackReport):
-    """A logged step.
-
-    Attributes:
-        step: steps done; total_steps: of the whole run.
-        epoch: the one that it belongs to, from 1.
-        loss: mean training loss since the last logged step.
-        lr: learning rate.
-        samples_per_sec: images a second over all devices since then; None while the run warms up.
-    """
-
-    step: int
-    total_steps: int
-    epoch: int
-    loss: float
-    lr: float
-    samples_per_sec: float | None
-
-
-@dataclass(frozen=True)
-class EpochReport(CallbackReport):
-    """An epoch that is over and evaluated.
-
-    Attributes:
-        epoch: epochs done, from 1; epochs: of the whole run.
-        step: steps done.
-        train_loss: mean over the epoch.
-        metrics: of the held-out samples, as in {"loss": 0.31, "top1": 0.92, "top5": 0.99}.
-        best: whether no epoch before was better.
-        seconds: of the run so far.
-    """
-
-    epoch: int
-    epochs: int
-    step: int
-    train_loss: float
-    metrics: dict[str, float]
-    best: bool
-    seconds: float
-
-
 OnEpoch = Callable[[EpochReport], object]
-OnStep = Callable[[StepReport], object]
 
 
 class Callbacks:
-    """A program's functions. Rank 0 calls them and broadcasts what they ask for."""
+    """A program's function. Rank 0 calls it and broadcasts what it asks for."""
 
-    def __init__(self, on_epoch: OnEpoch | None = None, on_step: OnStep | None = None) -> None:
-        self.functions = {"on_epoch": on_epoch, "on_step": on_step}
-        self.wanted = [name for name, function in self.functions.items() if function is not None]
+    def __init__(self, on_epoch: OnEpoch | None = None) -> None:
+        self.on_epoch, self.wanted = on_epoch, on_epoch is not None
 
     def connect(self, world: World) -> None:
-        """Let every rank know which functions rank 0's program has. Collective."""
+        """Let every rank know whether rank 0's program has one. Collective."""
         self.wanted = world.broadcast_object(self.wanted)
 
-    def report(self, world: World, report: EpochReport | StepReport) -> CallbackAnswer:
-        """Call rank 0's function for this report, if it has one; what it asks for, on all ranks. Collective."""
-        name = "on_epoch" if isinstance(report, EpochReport) else "on_step"
-        if name not in self.wanted:
+    def report(self, world: World, report: EpochReport) -> CallbackAnswer:
+        """Call rank 0's function, if it has one; what it asks for, on all ranks. Collective."""
+        if not self.wanted:
             return CallbackAnswer()
         answer: CallbackAnswer | str = ""
         raised: Exception | None = None
         if world.is_main:
+            assert self.on_epoch is not None
             try:
-                function: Callable[..., object] | None = self.functions[name]
-                assert function is not None
-                returned = function(report)  # whatever it returns but False means to go on
+                returned = self.on_epoch(report)  # whatever it returns but False means to go on
                 answer = report.answer(not isinstance(returned, bool | np.bool_) or bool(returned))
             except Exception as error:
-                raised, answer = error, f"{name} raised {type(error).__name__}: {error}"
+                raised, answer = error, f"on_epoch raised {type(error).__name__}: {error}"
         shared: CallbackAnswer | str = world.broadcast_object(answer)
         if raised is not None:
             raise raised
@@ -153,9 +123,4 @@ class Callbacks:
         return shared
 
 
-received = Callbacks()  # in a rank: those of the program that started it
-
-
-def of_caller() -> Callbacks:
-    """Those of the program that started this rank; none elsewhere."""
-    return received
+received = Callbacks()  # in a rank: that of the program that started it; elsewhere none

@@ -21,7 +21,6 @@ from trainer.training.wrong_labels import ROWS
 
 WORST, BEST = 16, 3  # samples that are shown; predictions of each that are kept
 CLASSES = 256  # up to which every pair is counted
-ONE_BY_ONE = 512  # samples of which a task computes the losses one by one
 
 
 class Sums:
@@ -65,16 +64,14 @@ def evaluate(
     batches: Iterator[Batch],
     world: World,
     boundary: Callable[[int], None] = lambda done: None,
-    look: Callable[[Tensor, Batch], None] = lambda outputs, batch: None,
+    look: Callable[[Tensor, Batch], None] | None = None,
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """The task's metrics of the model as it stands.
+    """The task's metrics of the model as it stands, its weights settled.
 
     Args:
-        strategy: its weights already settled.
         batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.
-        world: sums are added over its ranks, once.
         boundary: called after every batch with the number done.
         look: called with every batch and its outputs, on ranks that have outputs.
         sums: empty ones, to be filled for whoever wants more of them than the metrics.
@@ -91,7 +88,8 @@ def evaluate(
         outputs = forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
-            look(outputs, batch)
+            if look is not None:
+                look(outputs, batch)
         boundary(done)
     metrics, count = sums.metrics(world)
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}
@@ -132,10 +130,10 @@ class Mistakes:
         self.hits: Tensor | None = None  # of each class, how many of its samples are right
         self.counts: Tensor | None = None  # and how many there are
         self._worst: list[tuple[Tensor, ...]] = []  # losses, places, targets, and predictions with their numbers
-        self._kept = self._rows = 0
+        self._kept = 0
         self._most, self._one_class = WORST, False
-        self._losses = self._counting = True
-        self._each = type(task).losses is not Task.losses
+        self._counting = True
+        self._losses = type(task).losses is not Task.losses  # which computes one at a time
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
         """The next batch. A user's task that fails is left out."""
@@ -145,9 +143,8 @@ class Mistakes:
         outputs, targets = outputs[:count].float(), batch.targets[:count]
         if self._counting:
             self._counting = _possible(lambda: self._count(outputs, targets)) is not None
-        if self._losses and samples is not None and (self._each or self._rows < ONE_BY_ONE):
-            rows = count if self._each else min(count, ONE_BY_ONE - self._rows)
-            self._losses = _possible(lambda: self._rank(outputs[:rows], targets[:rows], samples[:rows])) is not None
+        if self._losses and samples is not None:
+            self._losses = _possible(lambda: self._rank(outputs, targets, samples)) is not None
 
     def _count(self, outputs: Tensor, targets: Tensor) -> bool:
         if self.task.reads != "class" or outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
@@ -165,13 +162,14 @@ class Mistakes:
         return True
 
     def _rank(self, outputs: Tensor, targets: Tensor, samples: Sequence[int]) -> bool:
-        self._rows += len(outputs)
         probabilities = self.task.label_probabilities(outputs, targets)
         if probabilities is not None:
             self._most, self._one_class = ROWS, True
         losses = (self.task.losses(outputs, targets) if probabilities is None else -probabilities.log()).detach()
         places = torch.as_tensor(samples).to(losses.device)
-        self._worst.append((losses, places, targets, *self._predicted(outputs)))
+        nothing = outputs.new_zeros(len(outputs), 0)
+        ranked = _possible(lambda: self.task.ranked(outputs)) or (nothing.long(), nothing)
+        self._worst.append((losses, places, targets, ranked[0][:, :BEST], ranked[1][:, :BEST]))
         self._kept += len(outputs)
         if self._kept > 2 * self._most:
             self._worst = [self._of_all()]
@@ -183,13 +181,6 @@ class Mistakes:
         whole = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
         keep = whole[0].nan_to_num(nan=-math.inf).argsort(descending=True, stable=True)[: self._most]
         return tuple(part[keep] for part in whole)
-
-    def _predicted(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        ranked = _possible(lambda: self.task.ranked(outputs))
-        if ranked is None:
-            nothing = outputs.new_zeros(len(outputs), 0)
-            return nothing.long(), nothing
-        return ranked[0][:, :BEST], ranked[1][:, :BEST]
 
     def gathered(self, world: World) -> list[Mistake]:
         """All ranks' worst, the worst first, on rank 0; the counts are then those of all ranks. Collective.
@@ -214,12 +205,8 @@ class Mistakes:
             )
         ]
         most = ROWS if any(one_class for *_, one_class in parts) else WORST
-        return sorted(mistakes, key=_order)[:most]
-
-
-def _order(mistake: Mistake) -> tuple[float, int]:
-    """The worst first, in the order of their places where they are equal; what is no number last."""
-    return (math.inf if math.isnan(mistake.loss) else -mistake.loss), mistake.place
+        # In the order of their places where they are equal; what is no number last.
+        return sorted(mistakes, key=lambda one: (math.inf if math.isnan(one.loss) else -one.loss, one.place))[:most]
 
 
 def _possible(ask: Callable[[], Answer]) -> Answer | None:

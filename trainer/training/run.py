@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from trainer.data import Loader
 from trainer.devices.strain import Strain, StrainMeter
 from trainer.processes.interrupts import Interrupts
@@ -79,7 +81,9 @@ class Run:
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, state.updater, state.optimizer, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
-        self.counted = 0, 0  # unreadable images and uncached photos of this rank that the history has
+        self.counted = torch.zeros(
+            2, dtype=torch.int64
+        )  # unreadable images and uncached photos of this rank that the history has
 
     def nothing_new(self) -> bool:
         """Whether a checkpoint holds all that was trained."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
-from trainer.training.initial_model import initial_model, model_of, starting_notes
+from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
@@ -144,9 +144,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     reasons |= _changes(before, recipe, "by the cache")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
-        with torch.random.fork_rng(devices=[]):
-            model = model_of(recipe, task, data)
-        before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
+        before, recipe = recipe, speed_recipe(recipe, data, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
     return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
@@ -196,7 +194,9 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
     recipe, data = resolved.recipe, resolved.datasets
     cards = cards_of(resolved.world, recipe.precision)
     lines = starting_notes(recipe, data, model) if resolved.checkpoint is None else {}
-    lines |= notes(model, recipe) | emulated(cards)
+    lines |= notes(model, recipe)
+    if slow := [name for name, (_, emulates) in cards.items() if emulates]:
+        lines["bf16"] = f"emulated, slowly, by {', '.join(slow[:8])}: use precision=fp16 or fp32"
     peak, flops = utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(size, normalises_batches(model), lines, flops, peak)
@@ -239,37 +239,24 @@ def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Opti
     return strategy, optimizer, Updater(optimizer, recipe, strategy.home, scaler)
 
 
-class Card(NamedTuple):
-    """What a card makes of the recipe's precision."""
-
-    peak: float | None  # FLOP/s
-    emulates: bool
-
-
-def cards_of(world: World, precision: str) -> dict[str, Card]:
-    """Each card of the run by its name, on every rank; workers that share one count once. Empty on the CPU."""
+def cards_of(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
+    """Each card's peak FLOP/s and whether it emulates this precision, by name, on every rank; workers that share one
+    count once. Empty on the CPU."""
     if world.device.type != "cuda":
         return {}
     mine = {
-        name.partition("#")[0]: Card(peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
+        name.partition("#")[0]: (peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
         for name, device in world.driven().items()
     }
-    cards: dict[str, Card] = world.broadcast_object(
-        {name: card for part in world.gather(mine) for name, card in part.items()}
-    )
-    return cards
+    together = {name: card for part in world.gather(mine) for name, card in part.items()}
+    return dict(world.broadcast_object(together))
 
 
-def emulated(cards: Mapping[str, Card]) -> dict[str, str]:
-    """The banner's line of cards without bf16."""
-    names = [name for name, card in cards.items() if card.emulates]
-    advice = "emulated, which is slow: these cards have no bf16; use precision=fp16 or fp32"
-    return {"bf16": f"{', '.join(names[:8])}: {advice}"} if names else {}
-
-
-def utilisation_base(model: nn.Module, data: Datasets, cards: Mapping[str, Card]) -> tuple[float | None, int]:
+def utilisation_base(
+    model: nn.Module, data: Datasets, cards: Mapping[str, tuple[float | None, bool]]
+) -> tuple[float | None, int]:
     """The cards' peak FLOP/s together and one image's FLOPs in training, where both can be known."""
-    peaks = [card.peak for card in cards.values() if card.peak is not None]
+    peaks = [peak for peak, _ in cards.values() if peak is not None]
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:

@@ -11,7 +11,6 @@ from torch import Tensor
 from trainer.data import Datasets, Shard
 from trainer.modes import Strategy
 from trainer.optim.optimization import MovingAverage, Updater, total_steps
-from trainer.optim.optimizers import optimizer_state
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
@@ -51,7 +50,7 @@ class History:
     skipped: int = 0  # unreadable images
     uncached: int = 0  # photos that a cache did not give
     logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
-    nonfinite: list[int] = field(default_factory=list)  # steps that were skipped as not finite
+    nonfinite: list[int] = field(default_factory=list)  # steps that an earlier version left out as not finite
     lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
 
 
@@ -83,10 +82,6 @@ class TrainState:
     def averages(self) -> dict[str, Tensor]:
         """Their moving averages, if there are any."""
         return self.average.tensors() if self.average is not None else {}
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, as `parameter//key`."""
-        return optimizer_state(self.optimizer, self.parameters)
 
     def seconds(self) -> float:
         """Seconds of this run over all its parts."""

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
@@ -146,48 +145,6 @@ def test_muon_updates_a_convolution_where_it_lies():
     assert [p.data_ptr() for p in parameters] == places and not weight.is_contiguous()
     changed = np.flatnonzero(np.frombuffer(before, np.float32) != np.frombuffer(bytes(memory), np.float32))
     assert len(changed) > 0.9 * weight.numel() and np.ptp(changed) < weight.numel()
-
-
-class Operations(TorchDispatchMode):
-    """Counts what would be launched on a card."""
-
-    VIEWS = ("view", "detach", "unbind", "permute", "transpose", "alias", "t", "expand", "_unsafe_view", "slice")
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket.__name__ not in self.VIEWS
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("flag", [None, 0.0])
-def test_muons_matrices_of_one_shape_are_updated_together(flag):
-    """As many operations for twelve layers as for two; the updates are those of torch's Muon, but for roundings."""
-    counts = []
-    for layers in (2, 12):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers + 2)))
-        twin = copy.deepcopy(model)
-        words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
-        optimizer, _ = made(model, *words, "optimizer.nesterov=true")
-        optimizer.found_inf = None if flag is None else torch.tensor(flag)
-        ours = [group["params"][0] for group in optimizer.muon_groups]
-        places = [next(n for n, p in enumerate(model.parameters()) if p is one) for one in ours]
-        theirs = [list(twin.parameters())[place] for place in places]
-        muon = torch.optim.Muon(theirs, lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-        for _ in range(3):
-            for p, other in zip(ours, theirs, strict=True):
-                p.grad = torch.randn_like(p)
-                other.grad = p.grad.clone()
-            with Operations() as operations:
-                optimizer.step()
-            muon.step()
-        for p, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(p, other, rtol=0, atol=2e-3)
-        counts.append(operations.count)
-    assert counts[0] == counts[1] < 40, counts
 
 
 def state_of(model, optimizer):

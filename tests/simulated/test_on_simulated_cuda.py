@@ -33,7 +33,7 @@ from trainer.tasks import Classification
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.flops import peak_flops
 from trainer.telemetry.verdict import Setting, StepParts, judge
-from trainer.training.speed_test import speed_recipe
+from trainer.training.setup import speed_recipe
 
 CARD = torch.device("cuda", 0)
 

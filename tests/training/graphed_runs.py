@@ -57,14 +57,6 @@ class Waits(Noisy):
         return out * 1.0 if out.detach().abs().max().item() > 0 else out
 
 
-class Reads(Noisy):
-    """Waits, and no operator tells."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out * 1.0 if out.detach().amax().tolist() else out
-
-
 class HostDraws(Noisy):
     """Layers dropped by Python."""
 
@@ -127,12 +119,6 @@ class Hooked(Noisy):
         self.norm.register_forward_hook(lambda module, inputs, output: SEEN.append(output.shape))
 
 
-class HookedWeight(Noisy):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.head.weight.register_hook(lambda gradient: SEEN.append(gradient.shape))
-
-
 class Anneals(Noisy):
     """What its layers do depends on how often it was switched to training: on the epoch."""
 
@@ -184,11 +170,9 @@ for kind in (
     Drifts,
     WaitsOnOne,
     Hooked,
-    HookedWeight,
     Noisy,
-    Waits,
-    Reads,
     HostDraws,
+    Waits,
     Counts,
     Replaces,
     FromTheHost,

@@ -72,7 +72,7 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
             "data.name=TensorDataset: its training set is a D",
         ),
         (None, {"data": Path("nowhere")}, "data.root=nowhere is not a folder on this machine"),
-        ("digits", {"model": "net.pt"}, "model=net.pt is a file of weights: name the model that they are for"),
+        ("digits", {"model": "net.pt", "mode": "single"}, "model.name=net.pt is not a model"),
         ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
         (None, {"net": net()}, "net=Sequential is not a key: type model=net"),
         (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: type data=(train_set, val_set)"),

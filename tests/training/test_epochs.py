@@ -9,7 +9,6 @@ from tests.command_line import ok, result, steps
 from trainer.recipe import load
 from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
-from trainer.telemetry.clocks import StepTimer
 from trainer.training import reporting
 from trainer.training.state import History
 
@@ -48,14 +47,6 @@ def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles
     row = reporting.epoch_row(run, 0, 5.0)
     assert list(row) == ["epoch", "train loss", *titles, "images/s", "seconds"]
     assert float(row["images/s"]) == 48
-
-
-def test_a_lap_holds_the_windows_since_the_last_one():
-    timer = StepTimer([SimpleNamespace(type="cpu")], warmup=0)
-    timer.windows += [(3, 1.5), (1, 0.5)]
-    assert timer.lap() == (4, 2.0) and timer.lap() == (0, 0)
-    timer.windows.append((2, 1.0))
-    assert timer.lap() == (2, 1.0)
 
 
 def told(tmp_path, pipeline=None, warnings=None, **changes):

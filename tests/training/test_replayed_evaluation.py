@@ -118,11 +118,6 @@ def test_a_run_whose_evaluations_are_replayed(words, graphs):
     assert replays >= 2 * BATCHES and len(played.evaluations) == 3 and played.recorders[0].closed
 
 
-def test_evaluations_of_few_batches_are_launched():
-    played = Left("data.val_samples=20")
-    assert played.recorders == [] and len(played.evaluations) == 3
-
-
 @pytest.mark.parametrize("name", ["waiting", "counting"])
 def test_a_model_that_cannot_be_replayed(name):
     words = f"model.name={name}"

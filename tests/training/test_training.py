@@ -364,56 +364,6 @@ def test_a_plugins_children_that_end_are_no_signal_to_stop(tmp_path):
     assert result(tmp_path / "run")["status"] == "completed"
 
 
-SLOW = """
-import time
-import torch
-from torch import nn
-from trainer import register_model
-
-class Slow(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.layer = nn.Linear(64, classes)
-
-    def forward(self, images):
-        time.sleep(22 * self.training)
-        return self.layer(images.flatten(1))
-
-@register_model("slow")
-def slow(num_classes, in_channels, image_size):
-    return Slow(num_classes)
-"""
-
-
-@pytest.mark.full("steps of 22 seconds")
-@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]], ids=["single", "ddp"])
-def test_a_signal_waits_for_the_end_of_a_long_step(mode, tmp_path):
-    """Up to `grace` seconds, as on a processor that computes a large batch; the step is saved."""
-    (tmp_path / "sleeping.py").write_text(SLOW)
-    words = ["recipe=digits", "plugin=sleeping", "model.name=slow", *mode, *QUIET, f"output={tmp_path / 'run'}"]
-    process = warm.Popen(
-        [sys.executable, "-m", "trainer", *words],
-        env=environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        log = tmp_path / "run" / "steps.csv"
-        wait_for(lambda: log.exists() and len(steps(tmp_path / "run")) >= 2, process, 240)
-        time.sleep(2)  # the third step is under way
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=90)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 143 and "Traceback" not in output, output
-    done = len(steps(tmp_path / "run"))
-    assert done >= 3
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{done:08}"], output
-
-
 def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
     words = ["recipe=digits", "mode=single", "model.name=mlp", "save.every_steps=5", f"output={tmp_path / 'run'}"]
     process = warm.Popen(

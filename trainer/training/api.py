@@ -26,7 +26,7 @@ from trainer.models.given import Given, bare
 from trainer.models.zoo import initialise, register_model
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe, load
-from trainer.recipe.known_names import DATASETS, TASKS, WEIGHTS_FILES, torchvision_classifiers
+from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
 from trainer.saving.weights import read_weights
 from trainer.training import callbacks, loop
 from trainer.training.callbacks import Callbacks, OnEpoch
@@ -45,11 +45,6 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
     keys: dict[str, Any] = {}
     known = (*DATASETS, *registered.registered)
     with ExitStack() as closing:
-        if isinstance(model, str | Path) and str(model).endswith(WEIGHTS_FILES):
-            raise RecipeError(
-                f"model={model} is a file of weights: name the model that they are for, as in model='resnet50', and "
-                f"beside it the file, model__init_from='{model}'"
-            )
         if isinstance(model, str):
             keys["model.name"] = model
         elif model is not None:

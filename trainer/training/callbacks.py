@@ -1,11 +1,10 @@
 """The callback of the program that called `train`, after each epoch, in rank 0's process.
 
-It may end the run, log values and change the learning rate.
+It may end the run and log values.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ from trainer.processes.world import World
 
 @dataclass
 class CallbackAnswer:
-    """What a callback asks for: whether training goes on, values to log, and a factor of the learning rate."""
+    """What a callback asks for: whether training goes on, and values to log."""
 
     go_on: bool = True
     logged: dict[str, float] = field(default_factory=dict)
-    lr_factor: float = 1.0
     given: bool = False  # then nothing more can be asked for
 
 
@@ -64,28 +62,13 @@ class EpochReport:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise RecipeError(f"log({name!r}, ...): a value is one number, not {type(value).__name__}") from None
-        self._unanswered().logged[name] = number
-
-    def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate by this from the next step on, for the rest of the run.
-
-        The schedule goes on; several factors multiply. A checkpoint keeps them, so a continued run goes on with them.
-
-        Args:
-            factor: above 0; 0.1 is a tenth.
-        """
-        if not (math.isfinite(factor) and factor > 0):
-            raise RecipeError(f"scale_lr({factor}): a factor is a number above 0")
-        self._unanswered().lr_factor *= float(factor)
+        if self._answer.given:
+            raise RecipeError("a report takes log() while its callback runs, not later")
+        self._answer.logged[name] = number
 
     def answer(self, go_on: bool) -> CallbackAnswer:
         """What was asked for; nothing can be afterwards."""
         self._answer.go_on, self._answer.given = go_on, True
-        return self._answer
-
-    def _unanswered(self) -> CallbackAnswer:
-        if self._answer.given:
-            raise RecipeError("a report takes log() and scale_lr() while its callback runs, not later")
         return self._answer
 
 

@@ -187,8 +187,6 @@ class Remembered(Part):
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python({**history, "best": best})
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")
-        if state.history.lr_factor != 1:
-            self.say(f"  learning rate: {state.history.lr_factor:.3g} times the schedule's, as a callback chose")
 
 
 class OfRank(Part):

@@ -83,7 +83,6 @@ def report_epoch(run: Run, epoch: int, best: bool) -> bool:
     metrics, seconds = metrics_of(history.validation), run.state.seconds()
     report = EpochReport(epoch + 1, run.recipe.epochs, step, history.losses[-1], metrics, best, seconds)
     answer = run.callbacks.report(run.world, report)
-    history.lr_factor *= answer.lr_factor
     history.logged |= answer.logged
     run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, step)
     return answer.go_on

@@ -4,7 +4,7 @@ is built; `build` data, model, mode and optimizer; `begin`. For training, evalua
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +48,9 @@ from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
-from trainer.training.speed_test import speed_recipe
 from trainer.training.state import Resolved, TrainState
+
+SPEED_STEPS = 20  # where there is no data
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -148,6 +149,19 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
     return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
+
+
+def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
+    """Where the data is missing: the recipe's model, global batch and image size on synthetic images, for 20 steps."""
+    steps = min(SPEED_STEPS, recipe.max_steps or SPEED_STEPS)
+    say(
+        f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
+        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; {steps} steps (max_steps=N: "
+        "fewer); no augmentation, no checkpoint. To train: data.root=/path/to/images"
+    )
+    plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
+    recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
+    return recipe.replace(max_steps=steps, resume=None)
 
 
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from trainer.data import Datasets
 from trainer.data.photos.photo_reader import shorter_side_of
@@ -95,7 +94,8 @@ def _copied(run: Run, sealed: bool) -> Parts:
     if world.grid.size("replicas") < world.size:
         parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
     own = {"each", "main"} if world.is_main else {"each"}
-    parts |= {part.name: _uncut(part.tensors()) for part in every if part.saved_by in own}
+    for part in (part for part in every if part.saved_by in own):
+        parts[part.name] = {name: Piece(tensor, tensor.shape) for name, tensor in part.tensors().items()}
     return on_host(run.saver, parts, world.drives)
 
 
@@ -111,10 +111,6 @@ def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Part
     }
     synchronise(devices)
     return {stem: pieces for stem, pieces in copies.items() if pieces}
-
-
-def _uncut(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    return {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _begin(run: Run, sealed: bool) -> tuple[Path, Path | None, bool]:
@@ -152,11 +148,8 @@ def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[
 
 def _state(run: Run, parts: Parts) -> State:
     of_ranks = {stem: pieces for stem, pieces in parts.items() if OF_RANK.fullmatch(stem)}
-    tensors = {
-        stem: {name: piece.local for name, piece in pieces.items()}
-        for stem, pieces in parts.items()
-        if stem not in of_ranks
-    }
+    whole = {stem: pieces for stem, pieces in parts.items() if stem not in of_ranks}
+    tensors = {stem: {name: piece.local for name, piece in pieces.items()} for stem, pieces in whole.items()}
     facts = {name: fact for kind in PARTS for name, fact in kind(run.resolved, run.state).facts().items()}
     return State(run.state.position, tensors, facts, of_ranks)
 

@@ -51,7 +51,7 @@ class History:
     uncached: int = 0  # photos that a cache did not give
     logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
     nonfinite: list[int] = field(default_factory=list)  # steps that an earlier version left out as not finite
-    lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
+    lr_factor: float = 1.0  # of the learning rate, which callbacks of earlier versions could change
 
 
 class TrainState:

@@ -12,9 +12,8 @@ from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
-from trainer.optim.optimization import learning_rate
 from trainer.optim.optimizers import LearningRates, build_optimizer, in_float32, optimizer_state
-from trainer.optim.trainable import hidden_matrices, notes, roles_of
+from trainer.optim.trainable import hidden_matrices, roles_of
 from trainer.recipe import load
 
 
@@ -246,13 +245,6 @@ def test_what_is_frozen_has_no_state_and_stays(name):
     assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
-def test_a_stage_in_which_nothing_trains(name):
-    optimizer = build_optimizer({}, load(None, f"optimizer.name={name}").optimizer)
-    optimizer.step()
-    assert [(group["params"], group["rate"]) for group in optimizer.param_groups] == [([], 1.0)]
-
-
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     """As stages hold them: with matrices alone, without any, with vectors alone."""
@@ -276,12 +268,3 @@ def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     states = [optimizer_state(optimizer, part) for optimizer, part in zip(optimizers, (named, *stages), strict=True)]
     together = {key: value for state in states[1:] for key, value in state.items()}
     torch.testing.assert_close(together, states[0], rtol=0, atol=0)
-
-
-def test_the_learning_rate_grows_with_the_batch():
-    words = ["optimizer.lr=0.1", "epochs=4", "schedule.warmup_epochs=1", "schedule.min_lr=0.001"]
-    scaled = load(None, *words, "optimizer.lr_per=256", "batch_size=1024")
-    plain = load(None, "optimizer.lr=0.4", *words[1:], "batch_size=1024")
-    assert [learning_rate(scaled, 5)(n) for n in range(20)] == [learning_rate(plain, 5)(n) for n in range(20)]
-    assert notes(small(), scaled)["lr"].startswith("0.4: 0.1 for 256 ")
-    assert notes(small(), plain) == {}

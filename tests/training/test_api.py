@@ -94,12 +94,6 @@ def test_a_folder_of_photos_is_data(tmp_path, kind):
     assert found["data"]["name"] == "imagefolder" and found["data"]["train_samples"] == 6
 
 
-@pytest.mark.parametrize("register", [trainer.register_model, trainer.register_dataset, trainer.register_task])
-def test_a_decorator_without_its_brackets(register):
-    with pytest.raises(RecipeError, match=rf"@{register.__name__}\('net'\)"):
-        register(net)
-
-
 @pytest.mark.parametrize("word", [net(), "nproc=2"])
 def test_words_are_a_recipes(word):
     with pytest.raises(RecipeError, match=r"'epochs=2'.*nproc= .*keywords"):

@@ -17,7 +17,7 @@ from tests.worlds import gathered, on_ranks
 from trainer import Classification
 from trainer.data import open_datasets
 from trainer.errors import RecipeError
-from trainer.models.shapes import built_on_meta, description, without_values
+from trainer.models.shapes import built_on_meta, without_values
 from trainer.recipe import load
 from trainer.training.initial_model import broadcast_weights, check_task
 
@@ -54,14 +54,6 @@ def test_a_model_is_built_without_values_or_tells_why_it_cannot_be(name):
     make, expected = WITHOUT_VALUES[name]
     model, reason = built_on_meta(make)
     assert (expected in reason) if expected else (reason == "" and model.layer.weight.is_meta)
-
-
-def test_a_description_tells_models_apart_by_more_than_their_tensors():
-    alike, other = Small(), Small()
-    other.width = 9
-    assert description(Small()) == description(alike) == description(without_values(alike)) != description(other)
-    tied = [nn.Sequential(*(layer for _ in range(2))) for layer in (nn.Linear(3, 3),)]
-    assert description(tied[0]) != description(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
 def test_a_copy_without_values_keeps_what_is_shared():

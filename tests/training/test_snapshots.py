@@ -77,35 +77,6 @@ def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) ->
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-SLOW_DISK = """
-import os, signal, time
-from trainer.modes.base import Strategy
-from trainer.saving import saver
-
-real = saver.write_files
-def slow(*words):
-    time.sleep(3)
-    return real(*words)
-saver.write_files = slow
-
-def after_step(self, step):
-    if step == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-Strategy.after_step = after_step
-"""
-
-
-@pytest.mark.slow
-def test_a_save_that_takes_long_is_of_its_step_and_may_last_longer_than_grace(tmp_path: Path) -> None:
-    (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
-    words = ["recipe=digits", "model.name=mlp", "mode=single", "batch_size=256", "save.every_steps=4", "grace=2"]
-    done = trainer(*words, *QUIET, "plugin=slow_disk", f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 143 and "saved step 7" in done.stderr, done.stderr
-    home = tmp_path / "run" / "checkpoints"
-    kept = {path.name: checkpoint.load(path).facts["history"]["losses"] for path in home.iterdir()}
-    assert kept["step-00000004"] == [] and len(kept["step-00000007"]) == 1, "epoch 1 ended while step 4 was written"
-
-
 def test_saving_is_told_with_what_it_cost(tmp_path: Path) -> None:
     ok(*RUN, "mode=single", "save.every_steps=4", f"output={tmp_path / 'run'}")
     told = result(tmp_path / "run")["save"]

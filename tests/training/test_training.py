@@ -38,16 +38,6 @@ def reference(tmp_path_factory):
     return folder
 
 
-@pytest.mark.full
-def test_two_ranks_end_cleanly_every_time(tmp_path):
-    """A bare gloo script that ends with destroy_process_group aborts in a third of its runs."""
-    words = ["mode=ddp", "nproc=2", "data.name=synthetic", "data.image_size=8", "model.name=mlp", "max_steps=2", *QUIET]
-    for number in range(100):
-        done = trainer(*words, "logging.tensorboard=false", f"output={tmp_path / str(number)}")
-        assert done.returncode == 0, (number, done.stderr)
-        assert done.stderr == ""
-
-
 def test_what_a_run_leaves_behind(reference):
     names = {path.name for path in reference.iterdir()}
     assert {"recipe.yaml", "result.json", "steps.csv", "last.safetensors", "best.safetensors", "checkpoints"} <= names

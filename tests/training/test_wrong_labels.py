@@ -70,21 +70,6 @@ def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
-    """Every held-out image once, with the same figures."""
-    ok("predict", str(run), f"output={tmp_path / 'val'}", "devices=[cpu]")
-    ok(*LEARN, "epochs=15", "mode=ddp", "nproc=2", f"data.root={photos[0]}", f"output={tmp_path / 'two'}")
-    mine, labelled, two = read(run), read(tmp_path / "val"), read(tmp_path / "two")
-    assert sorted(names(mine)) == sorted(names(two)) == sorted(names(labelled))
-    by_name = {row["path"]: row for row in labelled}
-    for row in mine:
-        same = by_name[row["path"]]
-        assert (row["label"], row["predicted"]) == (same["label"], same["predicted"])
-        assert float(row["label_probability"]) == pytest.approx(float(same["label_probability"]), rel=1e-2)
-    assert [*two[0]] == [*Doubt._fields]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, cores):
     """Two of a batch that cannot be decoded shift all that come behind them."""

@@ -26,8 +26,6 @@ from trainer.saving.checkpoint import State
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
 
-PARTS = (2, 5)  # samples of two parts of a batch, in which a user's loss is tried
-
 
 def initial_model(
     recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World, say: Callable[[str], None]
@@ -156,7 +154,7 @@ def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str
 def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     """Whether the loss of a batch is that of two parts of it, by their samples: for random outputs of this shape, and
     targets from all over the training set. What cannot be tried is taken for one."""
-    few, count = PARTS[0], sum(PARTS)
+    few, count = 2, 7  # samples of one part of a batch, and of both
     with suppress(Exception), private_draws(), torch.no_grad():  # a user's task, or data set, may raise anything at all
         train: Any = data.train
         targets, some = known_labels(train, skip=False), range(0, len(train), len(train) // count)[:count]

@@ -170,7 +170,10 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
-    tracker.scalars(values | {"speed/val_samples_per_sec": speed} | reporting.summary(run), step)
+    values |= {"speed/val_samples_per_sec": speed}
+    if goodput := tracker.journal.goodput():
+        values["speed/goodput_pct"] = 100 * goodput["fraction"]
+    tracker.scalars(values | reporting.summary(run), step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     state.position = Position(step, epoch + 1, 0)
     noticing.tell(run)

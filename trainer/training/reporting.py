@@ -104,7 +104,7 @@ def idle_share(run: Run, measured: float) -> float:
 
 
 def summary(run: Run) -> dict[str, float]:
-    """How far the run has come, in the few figures by which runs are compared, and its goodput."""
+    """How far the run has come, in the few figures by which runs are compared."""
     speed, history = run.timer.summary(run.loader.samples_per_step), run.state.history
     rate = speed.throughput
     figures = {
@@ -114,9 +114,7 @@ def summary(run: Run) -> dict[str, float]:
         "step_ms": 1e3 * speed.step_time_s.mean if speed.step_time_s else None,
         "hours": run.state.seconds() / 3600,
     }
-    named = {f"summary/{name}": value for name, value in figures.items() if value is not None}
-    total = run.tracker.journal.goodput()  # rank 0 has it
-    return named | ({"speed/goodput_pct": 100 * total["fraction"]} if total else {})
+    return {f"summary/{name}": value for name, value in figures.items() if value is not None}
 
 
 def _mfu(run: Run, samples_per_sec: float) -> float | None:

@@ -79,12 +79,8 @@ class Run:
         self.tracker, self.timer, self.ledger = observer.tracker, observer.timer, observer.ledger
         self.noticed, self.strategy = observer.noticed, state.strategy
         self.saver = Saver(self.world.rank, self.recipe.timeout)
-        self.steps = Steps(self.recipe, self.strategy, state.updater, state.optimizer, self.tracker.say)
+        self.steps = Steps(self.recipe, self.strategy, state.updater, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
         self.counted = torch.zeros(
             2, dtype=torch.int64
         )  # unreadable images and uncached photos of this rank that the history has
-
-    def nothing_new(self) -> bool:
-        """Whether a checkpoint holds all that was trained."""
-        return self.saver.committed == self.state.position.step

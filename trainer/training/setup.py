@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainer import modes, tasks
@@ -193,12 +192,12 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     facts = facts_of(model, resolved)
     example = data.example(most_rows(recipe, resolved.shard.count))
     context = Context(recipe, world, task, example, len(data.train), known=known, say=say)
-    strategy, optimizer, updater = wire(context, model)
+    strategy, updater = wire(context, model)
     strategy.share_extra_state()
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
     loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
-    state = TrainState(resolved, strategy, optimizer, updater, ledger.begun)
+    state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
@@ -234,13 +233,14 @@ def begin(run: Run) -> None:
     if resolved.checkpoint is not None:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(resolved, state, resolved.checkpoint)
-    run.saver.committed, run.interrupts.nothing_new = state.position.step, run.nothing_new
+    run.saver.committed = state.position.step
+    run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step  # a checkpoint holds all
     tracker.start(state.position, state.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
     presenting.begin(run)
 
 
-def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Optimizer, Updater]:
+def wire(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
     """Give a model to the context's mode, and an optimizer to what this rank has of it."""
     recipe, device = context.recipe, context.world.device
     if context.world.size > 1:
@@ -250,7 +250,7 @@ def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Opti
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
     strategy.setup(model)
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
-    return strategy, optimizer, Updater(optimizer, recipe, strategy.home, scaler)
+    return strategy, Updater(optimizer, recipe, strategy.home, scaler)
 
 
 def cards_of(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:

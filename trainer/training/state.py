@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from trainer.data import Datasets, Shard
@@ -57,17 +56,10 @@ class History:
 class TrainState:
     """What training changes. What a checkpoint holds of it is declared in `parts`."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
-        updater: Updater,
-        begun: float,
-    ) -> None:
+    def __init__(self, resolved: Resolved, strategy: Strategy, updater: Updater, begun: float) -> None:
         """`begun` is the time.perf_counter() at which this part of the run began."""
         recipe = resolved.recipe
-        self.strategy, self.optimizer, self.updater, self._begun = strategy, optimizer, updater, begun
+        self.strategy, self.optimizer, self.updater, self._begun = strategy, updater.optimizer, updater, begun
         self.parameters = strategy.named_parameters()
         self.average = MovingAverage(self.weights(), recipe.ema) if recipe.ema is not None else None
         self.position, self.history = Position(0, 0, 0), History()

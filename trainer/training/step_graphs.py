@@ -83,16 +83,9 @@ def _room(device: torch.device) -> int:
 class Steps:
     """What a step has on the device, as the loop asks for it."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        updater: Updater,
-        optimizer: torch.optim.Optimizer,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]) -> None:
         self.recipe, self.strategy, self.updater = recipe, strategy, updater
-        self.optimizer, self._say = optimizer, say
+        self.optimizer, self._say = updater.optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.recorder(strategy.device) if possible else None
         strategy.times_passes = possible
@@ -101,7 +94,7 @@ class Steps:
         self._recoveries = 0  # of the generators, when the step was recorded
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
         self._one_device = len(set(strategy.world.drives)) == 1
-        self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
+        self.rates = LearningRates(self.optimizer, strategy.home if possible and self._one_device else None)
         self.auto = recipe.graphs == "auto"
         self.warm = WARM + TIMED * self.auto
         self._seen = self._micro = self._tries = 0

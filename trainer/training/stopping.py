@@ -41,7 +41,7 @@ def best_epoch(history: History) -> int | None:
 
 
 def patience_line(patience: int | None, task: Task, history: History) -> str:
-    """The line that is printed when patience is lost."""
+    """What is printed when patience is lost."""
     best, epochs = best_epoch(history), f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
         return f"stopped: {task.metric} was not a number in {epochs} (stop.patience={patience})"

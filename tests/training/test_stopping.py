@@ -66,17 +66,6 @@ def test_a_stopped_run_stays_so_until_patience_is_raised(mode, tmp_path):
     assert steps(tmp_path / "run") != [] and losses(tmp_path / "run") == losses(tmp_path / "whole"), "to the last bit"
 
 
-def test_a_run_that_learns_goes_on(tmp_path):
-    words = [word.replace("1e-12", "0.01") for word in STILL] + [
-        "mode=single",
-        "epochs=3",
-        "max_steps=14",
-        "stop.patience=2",
-    ]
-    ok(*words, f"output={tmp_path / 'run'}")
-    assert result(tmp_path / "run")["ended_by"] == "max_steps"
-
-
 @pytest.mark.parametrize(
     ("best", "best_epoch", "epoch", "patience", "lost"),
     [

@@ -41,7 +41,7 @@ class MuonAdamW(torch.optim.Optimizer):
         muon = [{**group, "params": [p], "lr": lr} for group in groups for p in group["params"] if p in matrices]
         others = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in groups]
         others = [group for group in others if group["params"]]
-        moments = {"betas": (recipe.betas[0], recipe.betas[1]), "eps": recipe.eps}
+        moments: dict[str, Any] = {"betas": tuple(recipe.betas), "eps": recipe.eps}
         self.adamw = AdamW(others, lr=lr, fused=True, **moments) if others else None
         adamw = self.adamw.param_groups if self.adamw is not None else []
         super().__init__([*muon, *adamw] or groups, {"lr": lr})

@@ -86,11 +86,6 @@ def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
     assert len(json.loads(runs.command(["show", "run", "--json"]))["goodput"]["ends"]) == 2
 
 
-def test_a_start_that_fails_with_a_sentence_leaves_no_journal(tmp_path):
-    done = trainer(*RUN, *QUIET, "data.name=imagefolder", f"data.root={tmp_path}", f"output={tmp_path / 'run'}")
-    assert done.returncode == 3 and not (tmp_path / "run").exists()
-
-
 def test_an_error_in_the_start_up_is_an_end(tmp_path):
     recipe = load("digits", "mode=single", f"output={tmp_path / 'run'}")
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)

@@ -1,7 +1,6 @@
 """Photos as people have them, from the folder to predictions: turned by EXIF, among junk, nobody divided them."""
 
 import csv
-import shlex
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
 from tests.command_line import QUIET, ok, result, trainer
-from tests.data.photo_folders import coloured
-from trainer.recipe import load
 
 EACH = 30  # photos of each of the ten classes
 TURNED = {1: 0, 3: 180, 6: 90, 8: -90}  # how a camera lies for each orientation, in degrees
@@ -71,27 +68,3 @@ def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(folders, t
     done = trainer("recipe=finetune", "model.name=cnn", *words, cwd=tmp_path)
     assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
-    """Words go to ranks, to later commands and into lines to copy, and name the same folder everywhere."""
-    root, run = tmp_path / " photos #2's [a]", tmp_path / "exp #2, "
-    for number in range(16):
-        coloured(root / ("ant" if number % 2 else "bee") / f"{number}.png", (200 * (number % 2), 50, 90), (16, 16))
-    words = ["data.name=imagefolder", f"data.root={root}", "data.image_size=16", "batch_size=4", "epochs=2"]
-    plan = ok("plan", "mode=single", *words).stdout
-    assert f"data.root={root}" in shlex.split(next(line for line in plan.splitlines() if "python -m" in line))
-    words += ["mode=ddp", "nproc=2", f"output={run}", *PLAIN[2:]]
-    ok(*words)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([root.name, run.name])
-    assert load(run).data.root == str(root)
-    (run / "result.json").unlink()
-    assert "resuming at step" in ok(*words, "resume=auto").stdout
-    ok("evaluate", f"checkpoint={run}")
-    ok("predict", f"checkpoint={run}", f"data.root={root}", f"output={tmp_path / 'told #1'}")
-    ok("export", run, "format=exported_program", f"output={tmp_path / 'a #1.pt2'}")
-    assert (tmp_path / "told #1" / "predictions.csv").exists() and (tmp_path / "a #1.pt2").exists()
-    again = ["mode=single", f"recipe={run}", f"output={tmp_path / '007'}", f"model.init_from={run}", *QUIET]
-    ok(*again, cwd=tmp_path)
-    assert load(tmp_path / "007").model.init_from == str(run)

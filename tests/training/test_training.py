@@ -315,22 +315,6 @@ def test_folders_that_are_taken(reference):
 # ------------------------------------------------------------------------------------------- bad endings
 
 
-def test_not_finite_stops_all_before_the_update(tmp_path):
-    words = [
-        "recipe=digits",
-        "mode=ddp",
-        "nproc=2",
-        "model.name=cnn_gn",
-        *QUIET,
-        "save.every_steps=3",
-        f"output={tmp_path / 'run'}",
-    ]
-    done = trainer(*words, env={"TRAINER_FAULT": "nan@1:5"})
-    assert done.returncode == 5 and "not finite" in done.stderr and "Traceback" not in done.stderr
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
-    assert result(tmp_path / "run")["status"] == "failed"
-
-
 CHILDREN_OF_A_PLUGIN = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

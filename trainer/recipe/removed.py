@@ -41,8 +41,8 @@ REMOVED: dict[str, Removed] = {  # by "key" or "key=value"
     "resume_weights_only": Removed(
         "recipe=RUN model.init_from=RUN trains its weights with another optimizer", idle="false"
     ),
-    "save.every": Removed("save.every_steps=N saves within epochs", idle="null"),
-    "save.mttf_hours": Removed("leave it out: it was for save.every=auto", idle="24.0"),
+    "save.every": Removed("save.every_steps=500 saves within epochs", idle="null"),
+    "save.mttf_hours": Removed("leave it out: no run chooses by itself when to save", idle="24.0"),
 }
 _told: set[tuple[str, str]] = set()
 

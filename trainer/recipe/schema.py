@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -410,7 +409,6 @@ class Recipe(_Section):
         return validated(tree, self._name)
 
 
-@functools.cache
 def key_fields(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """All keys of a recipe, or of a section of it, dotted, with their fields."""
     for name, field in model.model_fields.items():

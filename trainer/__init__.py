@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.recipe import load as load_recipe
     from trainer.tasks import Classification, Task, register_task
     from trainer.training.api import train
-    from trainer.training.callbacks import EpochReport, StepReport
+    from trainer.training.callbacks import EpochReport
     from trainer.training.results import Result
 
     __version__: str
@@ -42,7 +42,6 @@ __all__ = [
     "Prediction",
     "Recipe",
     "Result",
-    "StepReport",
     "Task",
     "compare",
     "current_device",
@@ -65,7 +64,6 @@ _HOME = {
     "train": ("trainer.training.api", "train"),
     "Result": ("trainer.training.results", "Result"),
     "EpochReport": ("trainer.training.callbacks", "EpochReport"),
-    "StepReport": ("trainer.training.callbacks", "StepReport"),
     "plan": ("trainer.commands.plan", "plan"),
     "compare": ("trainer.commands.compare", "compare"),
     "evaluate": ("trainer.commands.evaluate", "evaluate_run"),

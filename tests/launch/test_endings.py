@@ -91,11 +91,11 @@ def test_a_bug_is_told_by_where_the_users_own_code_raised_it(tmp_path, monkeypat
     said = sentence(caught.value)
     assert said.startswith("JSONDecodeError: Expecting property name") and said.endswith(f" ({own}:4, in read)")
     assert in_one_line(caught.value) == (said, 1)
-    assert in_one_line(TrainerError("on_step raised it")) == ("on_step raised it", 1)
+    assert in_one_line(TrainerError("on_epoch raised it")) == ("on_epoch raised it", 1)
     assert in_one_line(RecipeError("no")) == ("no", 2)
     stack = "Traceback\n  ..."
     assert with_stack(stack, caught.value) == f"{said}\n{stack}"
-    assert with_stack("on_step raised it", TrainerError("on_step raised it")) == "on_step raised it"
+    assert with_stack("on_epoch raised it", TrainerError("on_epoch raised it")) == "on_epoch raised it"
     monkeypatch.setattr(stacks, "append", lambda text: tmp_path / "stacks-rank0.txt")
     assert with_stack(stack, caught.value) == f"{said}; the stack is in {tmp_path / 'stacks-rank0.txt'}"
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tests.command_line import steps
 from tests.modes.odd_models import DRAWS, HALF, ODD, WHOLE_BATCH, Normed, SinglePart
 from tests.modes.ways import ONE_PROCESS, PIPELINE
 from trainer import train
@@ -56,7 +57,7 @@ def words_of(name, way):
 
 def trained(name, way, folder):
     """Losses, gradient norms and tensors of a run of this process, or why the model is refused."""
-    norms, losses, step = [], [], Updater.step
+    norms, step = [], Updater.step
 
     def noted(*args, **kwargs):
         norm = step(*args, **kwargs)
@@ -69,13 +70,14 @@ def trained(name, way, folder):
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             words += [f"output={folder}"]
-            result = train(*WORDS, *words, on_step=lambda report: losses.append(report.loss) or True)
+            result = train(*WORDS, *words)
     except RecipeError as error:
         return {"refused": str(error)}
     finally:
         Updater.step = step
     kept = checkpoint.newest(Path(folder), print).state
     tensors = {f"{kind} {n}": t.read() for kind in ("model", "optimizer") for n, t in kept.part(kind).items()}
+    losses = [float(row["train_loss"]) for row in steps(Path(folder))]
     return {"losses": losses, "norms": norms, "tensors": tensors, "val_loss": result["val_loss"]}
 
 

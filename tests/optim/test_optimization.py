@@ -1,7 +1,6 @@
 """Learning rate against torch's schedulers, the finite guard, clipping, the moving average."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 from tests.command_line import QUIET, ok, steps
 from tests.contexts import mode_of
 from trainer.modes import Strategy
-from trainer.optim.optimization import MovingAverage, Updater, learning_rate, loss_scaler
-from trainer.optim.optimizers import build_optimizer, optimizer_state, parameter_groups
+from trainer.optim.optimization import LR_SCHEDULES, MovingAverage, Updater, learning_rate, loss_scaler
+from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
 from trainer.processes.rank import Place
 from trainer.processes.world import World
@@ -68,7 +67,7 @@ def test_learning_rate_is_torchs(words, schedule, warmup):
     assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "step"])
+@pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
     """As the optimizer has them, step by step, in a run that max_steps ends within an epoch."""
     own = {"cosine": ["schedule.min_lr=0.002"], "step": ["schedule.step_epochs=1", "schedule.gamma=0.5"]}
@@ -88,15 +87,6 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
     for n, row in enumerate(rows):
         expected = top * (0.1 + 0.9 * n / rising) if n < rising else after(n - rising)
         assert float(row["lr"]) == pytest.approx(expected, rel=1e-9)
-
-
-def test_groups():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    named = dict(model.named_parameters())
-    together = parameter_groups(named, load(None, "optimizer.weight_decay=0.1").optimizer)
-    apart = parameter_groups(named, load(None, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0").optimizer)
-    assert [(len(g["params"]), g["weight_decay"]) for g in together] == [(4, 0.1)]
-    assert [(len(g["params"]), g["weight_decay"]) for g in apart] == [(1, 0.1), (3, 0.0)]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
@@ -124,52 +114,6 @@ def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     assert not torch.equal(before, untrained)
     assert torch.equal(step(poison=True), before) and updater.bad.item() == 1
     assert torch.equal(step(poison=False), before), "the flag is sticky: later updates are skipped as well"
-
-
-class Several(Alone):
-    """Beside ranks of which one may have found something."""
-
-    def __init__(self, module):
-        super().__init__(module)
-        self.elsewhere, self.world = 0.0, SimpleNamespace(max_=lambda flag: flag.clamp_(min=self.elsewhere))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
-def test_steps_that_are_not_finite_are_left_out_as_far_as_they_are_tolerated(name, precision):
-    """Whether the gradient, the loss alone or another rank's shows it: nothing of such a step stays."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    words = [f"optimizer.name={name}", f"precision={precision}", "optimizer.weight_decay=0.1", "on_nonfinite=skip:4"]
-    recipe = load(None, *words)
-    named = dict(model.named_parameters())
-    optimizer = build_optimizer(named, recipe.optimizer, roles_of(model, recipe))
-    updater, strategy = updater_of(optimizer, recipe), Several(model)
-
-    def step(inputs=1.0, loss=0.0, elsewhere=0.0, overflow=1.0):
-        updater.begin(strategy)
-        strategy.elsewhere = elsewhere
-        passed = model(torch.randn(8, 3) * inputs).square().sum()
-        optimizer.zero_grad()
-        ((updater.scaler.scale(passed) if updater.scaler else passed) * overflow).backward()
-        updater.step(passed.detach() + loss, strategy, want_norm=False)
-        return updater.counted(passed.detach())
-
-    def state():
-        tensors = [*model.state_dict().values(), *optimizer_state(optimizer, named).values()]
-        return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
-
-    for bad in ({"inputs": math.nan}, {"loss": math.inf}, {"elsewhere": 1.0}, {"inputs": math.inf}):
-        before = state()
-        assert step().isfinite() and not torch.equal(state(), before), "a step that is finite counts"
-        before = state()
-        assert step(**bad).isnan() and torch.equal(state(), before), bad
-    if precision == "fp16":
-        assert step(overflow=math.inf).isfinite(), "an overflow is the scaler's"
-    assert updater.skipped.item() == 4 and not updater.is_bad()
-    before = state()
-    step(inputs=math.nan)
-    assert updater.is_bad()
-    assert step().isnan() and torch.equal(state(), before), "one too many: later updates are skipped as well"
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -277,18 +221,6 @@ def test_moving_average():
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert average.tensors()["w"].item() == pytest.approx(expected) and average.tensors()["count"].item() == 3
-
-
-def test_what_is_frozen_is_its_own_average_to_the_last_bit():
-    torch.manual_seed(0)
-    live = {"frozen": torch.randn(1000), "trained": torch.randn(1000)}
-    before = {name: tensor.clone() for name, tensor in live.items()}
-    average = MovingAverage(live, decay=0.999)
-    for step in range(1, 100):
-        live["trained"] += 0.1
-        average.update(step)
-    assert torch.equal(average.tensors()["frozen"], before["frozen"])
-    assert not torch.equal(average.tensors()["trained"], before["trained"])
 
 
 def test_the_model_computes_with_its_averages_inside_a_block_and_with_its_weights_after_it():

@@ -58,7 +58,7 @@ def test_the_example_of_a_key_is_what_can_be_typed(key: Key, tmp_path: Path) -> 
         ("optimizer.lr", ["optimizer.lr"]),
         ("lr", ["optimizer.lr"]),
         ("local_sgd", ["local_sgd.every", "local_sgd.outer_lr", "local_sgd.outer_momentum"]),
-        ("every", ["local_sgd.every", "save.every"]),
+        ("every", ["local_sgd.every"]),
         ("root", ["data.root"]),
     ],
 )

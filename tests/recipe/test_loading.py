@@ -117,7 +117,7 @@ def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: st
 
 def test_every_key_that_takes_text_is_among_those() -> None:
     texts = {key for key, kinds in reflection.kinds().items() if str in kinds and list not in kinds}
-    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb", "on_nonfinite"}
+    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
 
 
 def test_drawn_texts_come_back(tmp_path: Path, full: bool) -> None:
@@ -388,7 +388,7 @@ def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
 
 
 def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bool) -> None:
-    generator = random.Random(1)
+    generator = random.Random(2)
     file = tmp_path / "fuzzed.yaml"
     outcomes = {True: 0, False: 0}
     for number in range(5000 if full else 100):

@@ -22,7 +22,7 @@ RUNS = [
 ]
 MORE = [
     "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
-    "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad on_nonfinite=skip:2 graphs=true",
+    "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad graphs=true",
     "model.name=noisy precision=bf16 epochs=5 graphs=auto",
 ]
 FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4)]

@@ -32,14 +32,14 @@ from trainer.tasks import Classification
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.flops import peak_flops
 from trainer.telemetry.verdict import Setting, StepParts, judge
-from trainer.training.speed_test import speed_recipe
+from trainer.training.setup import speed_recipe
 
 CARD = torch.device("cuda", 0)
 
 TWO, SAME, THREE = (f"devices=[{','.join(f'cuda:{k}' for k in cards)}]" for cards in ((0, 1), (0, 0), (0, 1, 2)))
 EVERYTHING = (
     "clip_grad_norm=1 ema=0.9 accumulate=2 augment.mixup=0.2 augment.cutmix=0.2 augment.erase=0.5 augment.crop=pad "
-    "augment.hflip=0.5 save.every_steps=1 save.every=auto"
+    "augment.hflip=0.5 save.every_steps=1"
 )
 RUNS = [
     f"mode=dp model.name=mlp precision=bf16 {THREE}",
@@ -148,9 +148,8 @@ def test_what_else_asks_for_cards(tmp_path):
         ):
             with pytest.raises(TrainerError, match="not here"):
                 refused()
-        world = World(Place(), CARD, 1, ("cuda:0",))
         data = open_datasets(load(None, *runs.BASE.split()))
-        speed_recipe(load(None, *runs.BASE.split()), build(ModelRecipe(name="mlp"), 10, 1, 8), data, world, print)
+        speed_recipe(load(None, *runs.BASE.split()), data, print)
         assert total_memory(CARD) > 0
         for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
             recipe = load(None, *runs.BASE.split(), f"mode={mode}").replace(model__name="mlp")

@@ -57,14 +57,6 @@ class Waits(Noisy):
         return out * 1.0 if out.detach().abs().max().item() > 0 else out
 
 
-class Reads(Noisy):
-    """Waits, and no operator tells."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out * 1.0 if out.detach().amax().tolist() else out
-
-
 class HostDraws(Noisy):
     """Layers dropped by Python."""
 
@@ -127,27 +119,17 @@ class Hooked(Noisy):
         self.norm.register_forward_hook(lambda module, inputs, output: SEEN.append(output.shape))
 
 
-class HookedWeight(Noisy):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.head.weight.register_hook(lambda gradient: SEEN.append(gradient.shape))
-
-
 class Anneals(Noisy):
     """What its layers do depends on how often it was switched to training: on the epoch."""
 
-    epochs, until = 0, 2
+    epochs = 0
 
     def train(self, mode=True):
-        self.epochs = min(self.epochs + mode, self.until)
+        self.epochs += mode
         return super().train(mode)
 
     def forward(self, x):
         return super().forward(x) * (1 + 0.5 * self.epochs)
-
-
-class AnnealsOn(Anneals):
-    until = 99
 
 
 class Drifts(Noisy):
@@ -185,15 +167,12 @@ SEEN: list[torch.Size] = []
 for kind in (
     Expanded,
     Anneals,
-    AnnealsOn,
     Drifts,
     WaitsOnOne,
     Hooked,
-    HookedWeight,
     Noisy,
-    Waits,
-    Reads,
     HostDraws,
+    Waits,
     Counts,
     Replaces,
     FromTheHost,

@@ -19,7 +19,7 @@ import json, trainer
 def look(report):
     print("seen", json.load(open("run/result.json"))["facts"]["model"])
     return False
-trainer.train("digits", mode="single", model="mlp", on_step=look, **{"logging.every_steps": 1, "output": "run"})
+trainer.train("digits", mode="single", model="mlp", on_epoch=look, epochs=1, output="run")
 """
 
 

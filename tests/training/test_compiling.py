@@ -68,19 +68,6 @@ def test_the_order_of_images_in_memory_is_known_before_the_first_batch(images, t
     assert set(counted(tmp_path / "graphs", *words).values()) == {1}
 
 
-@pytest.mark.full("compiles in C++")
-def test_a_second_start_takes_its_kernels_from_the_cache(tmp_path):
-    """Counted by torch: what it looked up, and found."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TRAINER_TEST_COMPILED": str(tmp_path / "cached")}
-    found = []
-    for number in range(2):
-        words = ["plugin=tests.training.compile_counter", "mode=single", f"output={tmp_path / str(number)}", "epochs=1"]
-        ok(*WORDS, *words, env={**env, "TRAINER_TEST_BACKEND": "inductor"}, timeout=600)
-        found.append(json.loads((tmp_path / "cached").read_text().splitlines()[-1])["caches"])
-        (tmp_path / "cached").unlink()
-    assert found == [{"hit": 0, "miss": 2}, {"hit": 2, "miss": 0}]
-
-
 def test_where_results_have_to_repeat_the_compiler_holds_no_races(tmp_path, monkeypatch):
     """Kernels are chosen by what wins on this machine at this moment, and round otherwise."""
     compiler = importlib.import_module("torch._inductor.config")

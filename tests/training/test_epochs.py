@@ -9,7 +9,6 @@ from tests.command_line import ok, result, steps
 from trainer.recipe import load
 from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
-from trainer.telemetry.clocks import StepTimer
 from trainer.training import reporting
 from trainer.training.state import History
 
@@ -50,15 +49,7 @@ def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles
     assert float(row["images/s"]) == 48
 
 
-def test_a_lap_holds_the_windows_since_the_last_one():
-    timer = StepTimer([SimpleNamespace(type="cpu")], warmup=0)
-    timer.windows += [(3, 1.5), (1, 0.5)]
-    assert timer.lap() == (4, 2.0) and timer.lap() == (0, 0)
-    timer.windows.append((2, 1.0))
-    assert timer.lap() == (2, 1.0)
-
-
-def told(tmp_path, pipeline=None, warnings=None, **changes):
+def told(tmp_path, warnings=None, **changes):
     """The last lines of a run, by title."""
     recipe = load("digits", "logging.tensorboard=false")
     history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, **changes)
@@ -68,7 +59,7 @@ def told(tmp_path, pipeline=None, warnings=None, **changes):
     parts = {"throughput": {"samples_per_sec": 4698.4, "std": 1329.0}, "short": False, "seconds": 5.0, "verdict": None}
     parts |= {
         "warnings": warnings or {},
-        "pipeline": pipeline,
+        "pipeline": None,
         "data": {"val_samples": 360, "skipped": 0, "uncached": 0},
     }
     return reporting.last_lines(run, parts)
@@ -87,9 +78,3 @@ def test_a_rate_that_says_nothing_is_not_told(tmp_path):
     assert "4,698 images/s" in told(tmp_path)["done"] and "warning" not in told(tmp_path)
     lines = told(tmp_path, warnings={"rate": "it scatters", "loss": "it grows"})
     assert "4,698" not in lines["done"] and lines["warning"].splitlines() == ["it scatters", "it grows"]
-
-
-def test_a_bubble_is_one_figure(tmp_path):
-    bubble = {"bubble_measured": 0.1, "bubble_at_most": 0.3, "bubble_predicted": 0.12}
-    assert re.findall(r"[\d.]+", told(tmp_path, bubble)["bubble"]) == ["10.0"]
-    assert "bubble" not in told(tmp_path)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests import warm
-from tests.command_line import QUIET, WHOLE, environment, ok, result, steps, torchrun, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer
 from trainer.commands import runs
 from trainer.data.folders.layout import NOTHING_BEFORE
 from trainer.recipe import load
@@ -67,13 +67,6 @@ def test_the_page_of_the_run_shows_it(story, monkeypatch):
     assert page.count("  step ") == 5
 
 
-def test_tensorboard_has_it_at_the_end_of_each_epoch(tmp_path):
-    from tests.telemetry.event_values import written
-
-    ok(*RUN, *WHOLE, "logging.verdict=false", "epochs=2", f"output={tmp_path / 'run'}")
-    assert [step for tag, step in written(tmp_path / "run") if tag == "speed/goodput_pct"] == [14, 28]
-
-
 def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, *QUIET, "epochs=2000", f"output={tmp_path / 'run'}", "resume=auto"]
@@ -88,11 +81,6 @@ def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
             assert running.wait(60) == 143
     assert [line.end for line in read_journal(path)[0]] == ["SIGTERM", "SIGTERM"]
     assert runs.command(["show", "run"]).count("  step ") == 2
-
-
-def test_a_start_that_fails_with_a_sentence_leaves_no_journal(tmp_path):
-    done = trainer(*RUN, *QUIET, "data.name=imagefolder", f"data.root={tmp_path}", f"output={tmp_path / 'run'}")
-    assert done.returncode == 3 and not (tmp_path / "run").exists()
 
 
 def test_an_error_in_the_start_up_is_an_end(tmp_path):
@@ -113,45 +101,3 @@ def test_a_part_of_the_start_up_is_written_as_it_ends(tmp_path):
     [line], _ = read_journal(tmp_path / "run" / JOURNAL)
     assert [*line.seconds] == ["start-up: ranks", "start-up: data"]
     tracker.close()
-
-
-@pytest.mark.parametrize(
-    ("fault", "cause", "options"),
-    [
-        ("kill@1:20", "lost rank", []),
-        ("oom@1:20", "out of memory on rank 1", []),
-        ("hang@1:20", "time limit: a rank or device was silent", ["timeout=3"]),
-    ],
-)
-@pytest.mark.full("two ranks each; the causes are a table in tests/launch/test_endings.py")
-def test_torchrun_restarts_after_another_ranks_end(tmp_path, fault, cause, options):
-    words = [*LOST_RANK, *options, "max_steps=40", f"output={tmp_path / 'run'}"]
-    with torchrun(
-        *words, arguments=["--nproc_per_node=2", "--max-restarts=1"], env={"TRAINER_FAULT": fault}
-    ) as running:
-        assert running.wait(120) == 0, running.stdout.read()
-    found = result(tmp_path / "run")["goodput"]
-    assert [end["cause"] for end in found["ends"]] == [cause, "completed"]
-    add_up(found)
-    silent = found["seconds"].get("unfinished steps", 0)
-    assert silent > 2 if options else silent < 2
-    assert len(steps(tmp_path / "run")) == 40
-
-
-MODES = {
-    "ddp": ["mode=ddp", "nproc=2"],
-    "pipeline": ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"],
-    "fsdp": ["mode=fsdp", "nproc=2"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2"],
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.full("it is the loop's, which all modes share")
-def test_every_mode_has_it(tmp_path, mode):
-    begun = time.monotonic()
-    ok("recipe=digits", "devices=[cpu]", "epochs=3", *QUIET, *MODES[mode], f"output={tmp_path / 'run'}")
-    outside, found = time.monotonic() - begun, result(tmp_path / "run")["goodput"]
-    add_up(found)
-    assert 0.5 * outside < found["wall_s"] < outside and found["seconds"]["steps"] > 0

@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 
 from tests import warm
-from tests.command_line import QUIET, environment, losses, ok
+from tests.command_line import environment
 from tests.worlds import gathered, on_ranks
 from trainer import Classification
 from trainer.data import open_datasets
 from trainer.errors import RecipeError
-from trainer.models.shapes import built_on_meta, description, without_values
+from trainer.models.shapes import built_on_meta, without_values
 from trainer.recipe import load
 from trainer.training.initial_model import broadcast_weights, check_task
 
@@ -54,14 +54,6 @@ def test_a_model_is_built_without_values_or_tells_why_it_cannot_be(name):
     make, expected = WITHOUT_VALUES[name]
     model, reason = built_on_meta(make)
     assert (expected in reason) if expected else (reason == "" and model.layer.weight.is_meta)
-
-
-def test_a_description_tells_models_apart_by_more_than_their_tensors():
-    alike, other = Small(), Small()
-    other.width = 9
-    assert description(Small()) == description(alike) == description(without_values(alike)) != description(other)
-    tied = [nn.Sequential(*(layer for _ in range(2))) for layer in (nn.Linear(3, 3),)]
-    assert description(tied[0]) != description(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
 def test_a_copy_without_values_keeps_what_is_shared():
@@ -189,35 +181,6 @@ def test_a_model_of_other_shapes_on_each_rank_is_refused_everywhere():
         return True
 
     assert all(on_ranks(2, begins))
-
-
-DRAWN = """
-import os, numpy as np, torch
-from torch import nn
-from trainer import register_model
-
-@register_model("drawn")
-def drawn(num_classes, channels, image_size):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, 32), nn.Tanh(), nn.Linear(32, num_classes))
-    drawing = np.random.default_rng(int(os.environ["RANK"]) * int(os.environ["APART"]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.from_numpy(drawing.normal(0, 0.2, tuple(parameter.shape))))
-    return model
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [["mode=local_sgd", "nproc=2"], ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=2"]],
-)
-def test_a_run_whose_ranks_draw_apart_is_that_of_ranks_that_draw_alike(words, tmp_path):
-    (tmp_path / "own_model.py").write_text(DRAWN)
-    for apart in "01":
-        run = ["recipe=digits", "plugin=own_model", "model.name=drawn", "max_steps=6", *words, *QUIET]
-        ok(*run, f"output={apart}", cwd=tmp_path, env={"APART": apart})
-    assert losses(tmp_path / "1") == losses(tmp_path / "0")
 
 
 LOSSES = {

@@ -1,8 +1,6 @@
 """Photos as people have them, from the folder to predictions: turned by EXIF, among junk, nobody divided them."""
 
 import csv
-import shlex
-import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +8,6 @@ from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
 from tests.command_line import QUIET, ok, result, trainer
-from tests.data.photo_folders import coloured
-from trainer.recipe import load
 
 EACH = 30  # photos of each of the ten classes
 TURNED = {1: 0, 3: 180, 6: 90, 8: -90}  # how a camera lies for each orientation, in degrees
@@ -67,69 +63,8 @@ def test_ninety_in_a_hundred_of_ten_classes_with_thirty_photos_each(folders, tmp
     assert sum(row["class"] == row["path"].split("/")[-2] for row in rows) >= 0.9 * len(rows)
 
 
-def test_what_fails_before_the_first_step_is_no_run(folders, tmp_path):
-    words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere", f"output={tmp_path / 'run'}"]
-    done = trainer("recipe=finetune", "model.name=cnn", *words)
-    assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
-    assert "no runs below" in ok("runs", str(tmp_path)).stdout
-
-
 def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(folders, tmp_path):
     words = [*PLAIN, f"data.root={folders[0]}", "model.init_from=/nowhere"]
     done = trainer("recipe=finetune", "model.name=cnn", *words, cwd=tmp_path)
     assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_names_that_yaml_or_a_shell_would_read_otherwise(tmp_path):
-    """Words go to ranks, to later commands and into lines to copy, and name the same folder everywhere."""
-    root, run = tmp_path / " photos #2's [a]", tmp_path / "exp #2, "
-    for number in range(16):
-        coloured(root / ("ant" if number % 2 else "bee") / f"{number}.png", (200 * (number % 2), 50, 90), (16, 16))
-    words = ["data.name=imagefolder", f"data.root={root}", "data.image_size=16", "batch_size=4", "epochs=2"]
-    plan = ok("plan", "mode=single", *words).stdout
-    assert f"data.root={root}" in shlex.split(next(line for line in plan.splitlines() if "python -m" in line))
-    words += ["mode=ddp", "nproc=2", f"output={run}", *PLAIN[2:]]
-    ok(*words)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([root.name, run.name])
-    assert load(run).data.root == str(root)
-    (run / "result.json").unlink()
-    assert "resuming at step" in ok(*words, "resume=auto").stdout
-    ok("evaluate", f"checkpoint={run}")
-    ok("predict", f"checkpoint={run}", f"data.root={root}", f"output={tmp_path / 'told #1'}")
-    ok("export", run, "format=exported_program", f"output={tmp_path / 'a #1.pt2'}")
-    assert (tmp_path / "told #1" / "predictions.csv").exists() and (tmp_path / "a #1.pt2").exists()
-    again = ["mode=single", f"recipe={run}", f"output={tmp_path / '007'}", f"model.init_from={run}", *QUIET]
-    ok(*again, cwd=tmp_path)
-    assert load(tmp_path / "007").model.init_from == str(run)
-
-
-@pytest.mark.slow
-def test_names_cannot_move_the_cursor_of_the_terminal(tmp_path):
-    for number, name in enumerate(("\x1b[2Jant", "bee\x1b]0;title\x07", "cat\x9b31m")):
-        for place in range(3):
-            coloured(
-                tmp_path / "\x1b[Hphotos" / name / f"{place}.png", (80 * number, 90, 200 - 80 * number), seed=place
-            )
-        coloured(tmp_path / "new" / "\x1b[A" / f"{number}\x1b[5m.png", (80 * number, 90, 100))
-    shutil.copy(tmp_path / "\x1b[Hphotos" / "cat\x9b31m" / "0.png", tmp_path / "\x1b[Hphotos" / "\x1b[2Jant")
-    run = "run\x1b[B"
-    train = ["data.name=imagefolder", "data.root=\x1b[Hphotos", "data.image_size=32", "model.name=mlp"]
-    train += ["epochs=1", "batch_size=2"]
-    said = ""
-    for words in (
-        [*train, f"output={run}", *PLAIN],
-        ["evaluate", f"checkpoint={run}"],
-        ["evaluate", f"checkpoint={run}", "data.root=\x1b[Hno"],
-        ["predict", f"checkpoint={run}", "data.root=new", "output=out\x1b[C"],
-        ["runs"],
-        ["runs", "show", run],
-        ["plan", *train],
-        ["export", run, "format=exported_program", "output=\x1b[D.pt2"],
-    ):
-        done = trainer(*words, cwd=tmp_path)
-        assert (done.returncode == 0) != ("data.root=\x1b[Hno" in words), done.stderr
-        assert not set("\x1b\x07\x9b") & set(done.stdout + done.stderr), (words, done.stdout, done.stderr)
-        said += done.stdout
-    assert "?[2Jant" in said and "run?[B" in said and "out?[C" in said

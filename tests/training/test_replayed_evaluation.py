@@ -118,35 +118,11 @@ def test_a_run_whose_evaluations_are_replayed(words, graphs):
     assert replays >= 2 * BATCHES and len(played.evaluations) == 3 and played.recorders[0].closed
 
 
-def test_evaluations_of_few_batches_are_launched():
-    played = Left("data.val_samples=20")
-    assert played.recorders == [] and len(played.evaluations) == 3
-
-
 @pytest.mark.parametrize("name", ["waiting", "counting"])
 def test_a_model_that_cannot_be_replayed(name):
     words = f"model.name={name}"
     played = Left(words)
     assert equal(Left(words, "false"), played) and len(played.said) == 1 and played.replays == [0]
-
-
-class Stopped(Exception):
-    """A run that ends without its knowing."""
-
-
-def stop(self, step):
-    if step == 6:
-        raise Stopped
-
-
-def test_a_resumed_run(tmp_path):
-    words = "ema=0.9 save.every_steps=2 resume=auto"
-    whole = Left(words, "false")
-    with pytest.raises(Stopped):
-        Left(words, folder=tmp_path, patches=[(Strategy, "after_step", stop)])
-    played = Left(words, folder=tmp_path)
-    assert played.evaluations == whole.evaluations[-2:] and played.result == whole.result
-    assert sum(played.replays) >= BATCHES
 
 
 def move(self, averages, plain=Strategy.after_epoch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 from tests.command_line import QUIET, WHOLE, losses, ok, result, steps, trainer
 from tests.modes.ways import EXACT, PIPELINE, WORKERS
-from tests.training.test_training import PLUGIN, same_run
 from trainer.telemetry.events import curves_of
 
 # ------------------------------------------------------------------------------------- from mode to mode
@@ -123,46 +121,6 @@ def test_a_rank_is_lost_where_the_batch_does_not_divide(mode, tmp_path):
 
 
 # --------------------------------------------------------------------------------------- the same mode again
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["1f1b", "streams", "1f1b 2x2", "gpipe 3"])
-def test_a_pipeline_killed_in_mid_epoch_and_resumed_is_byte_equal(mode, tmp_path):
-    """With dropout, BatchNorm, augmentation, a moving average; what was measured is kept and not measured anew."""
-    (tmp_path / "mymodels.py").write_text(PLUGIN)
-    words = ["recipe=digits", "plugin=mymodels", "model.name=dropped", "augment.hflip=0.5", "ema=0.9", "batch_size=64"]
-    words += ["epochs=2", "save.every_steps=7", "logging.every_steps=3", "logging.progress=false"]
-    words += ["mode=pipeline", "pipeline.microbatches=4"]
-    words += {
-        "1f1b": ["nproc=2"],
-        "streams": ["devices=[cpu,cpu]"],
-        "1f1b 2x2": ["nproc=4", "pipeline.stages=2"],
-        "gpipe 3": ["nproc=3", "pipeline.schedule=gpipe"],
-    }[mode]
-    # Cuts by name: measured twice, two runs might differ.
-    words += ["pipeline.cuts=['0','1']"] if mode == "gpipe 3" else ["pipeline.cuts=['0']"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ok(*words, f"output={whole}", cwd=tmp_path)
-    kill(31, *words, f"output={cut}", cwd=tmp_path)
-    assert newest(cut) == 28
-    measured = (cut / "tuning.json").read_bytes()
-    done = ok(*words, f"output={cut}", "resume=auto", cwd=tmp_path)
-    assert "resuming at step 28 of 44" in done.stdout
-    assert (cut / "tuning.json").read_bytes() == measured, "its times would not be the same to the last bit"
-    same_run(cut, whole)
-
-
-@pytest.mark.full
-def test_weights_alone_go_on_under_another_optimizer(tmp_path):
-    run = tmp_path / "run"
-    words = [*EPOCH, "save.every_steps=5", f"output={run}"]
-    kill(7, *words, *MODES["single"])
-    refused = trainer(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw")
-    assert refused.returncode == 2 and re.search("optimizer.name: sgd .*adamw", refused.stderr), refused.stderr
-    done = ok(*words, *MODES["1f1b"], "resume=auto", "optimizer.name=adamw", "resume_weights_only=true")
-    assert "resuming at step 5 of 22" in done.stdout
-    assert "only the weights" in done.stdout
-    assert result(run)["steps"] == 22 and all(map(math.isfinite, losses(run)))
 
 
 # ------------------------------------------------------------------------------------------------ bad endings

@@ -124,18 +124,3 @@ def test_a_run_that_goes_on_with_more_images_keeps_its_learning_rate_however_oft
     for name in ("train_loss", "lr", "epoch"):
         assert [row[name] for row in steps(run)] == [row[name] for row in steps(once)]
     assert digest(run / "last.safetensors") == digest(once / "last.safetensors")
-
-
-def test_a_run_that_goes_on_with_far_fewer_images_trains_what_is_left_of_its_epoch(tmp_path):
-    """19 of 20 steps are one of two, and none of them was logged yet."""
-    (tmp_path / "growing.py").write_text(GROWING)
-    words = ["plugin=growing", "data.name=growing", "mode=single", "model.name=mlp", "batch_size=64", "epochs=3"]
-    words += ["logging.every_steps=50", "save.every_steps=19", "resume=auto", f"output={tmp_path / 'run'}", QUIET[0]]
-    (tmp_path / "count.txt").write_text("1280")
-    trainer(*words, cwd=tmp_path, env={"TRAINER_FAULT": "kill@0:20"})
-    (tmp_path / "count.txt").write_text("128")
-    done = ok(*words, cwd=tmp_path)
-    assert "resuming at step 19 of 24" in done.stdout and "is complete" not in done.stdout
-    assert [row["step"] for row in steps(tmp_path / "run")] == ["20", "22", "24"]
-    (tmp_path / "count.txt").write_text("1280")
-    assert "this run is complete" in ok(*words, cwd=tmp_path).stdout, "whatever an epoch is by now"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from safetensors.torch import load_file
 
 from tests.command_line import BARE, QUIET, ok, result, trainer
 from trainer.errors import DiskFullError, PeerError
-from trainer.processes.resources import cores
 from trainer.saving import checkpoint
-from trainer.saving.saver import Cost
-from trainer.training import snapshots
 
 RUN = ["recipe=digits", "model.name=cnn_gn", "batch_size=256", "epochs=3", "ema=0.9", "max_steps=15", *QUIET]
 RUN += BARE
@@ -72,25 +67,6 @@ def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed[mode], rtol=0, atol=atol)
 
 
-@pytest.mark.full("rank 0 as it is killed at every point after the parts")
-@pytest.mark.parametrize("point", ["save#0:prune", "weights#0:write", "weights#0:fsync", "weights#0:rename"])
-def test_killed_beside_the_checkpoint_that_is_written_all_that_are_named_are_good(
-    point: str, tmp_path: Path, undisturbed: dict[str, dict[str, torch.Tensor]]
-) -> None:
-    words = [*RUN, *MODES["fsdp"], "save.every_steps=4", "save.keep=2", "resume=auto", f"output={tmp_path / 'run'}"]
-    assert trainer(*words, env={"TRAINER_FAULT": f"kill@{point}"}).returncode in (PeerError.code, -signal.SIGKILL)
-    home = tmp_path / "run" / "checkpoints"
-    for path in home.glob("step-????????"):
-        checkpoint.load(path)
-    assert [*home.glob("*.tmp-*"), *(tmp_path / "run").glob(".*.tmp")], "it was killed there"
-    ok(*words)
-    assert len(list(home.iterdir())) == 2 and not list((tmp_path / "run").glob(".*.tmp"))
-    if "fsdp" not in undisturbed:
-        ok(*RUN, *MODES["fsdp"], f"output={tmp_path / 'whole'}")
-        undisturbed["fsdp"] = load_file(tmp_path / "whole" / "last.safetensors")
-    torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed["fsdp"], rtol=0, atol=0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full@save#1:write", "full@save#0:rename"])
 def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) -> None:
@@ -101,50 +77,7 @@ def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) ->
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-SLOW_DISK = """
-import os, signal, time
-from trainer.modes.base import Strategy
-from trainer.saving import saver
-
-real = saver.write_files
-def slow(*words):
-    time.sleep(3)
-    return real(*words)
-saver.write_files = slow
-
-def after_step(self, step):
-    if step == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-Strategy.after_step = after_step
-"""
-
-
-@pytest.mark.slow
-def test_a_save_that_takes_long_is_of_its_step_and_may_last_longer_than_grace(tmp_path: Path) -> None:
-    (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
-    words = ["recipe=digits", "model.name=mlp", "mode=single", "batch_size=256", "save.every_steps=4", "grace=2"]
-    done = trainer(*words, *QUIET, "plugin=slow_disk", f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 143 and "saved step 7" in done.stderr, done.stderr
-    home = tmp_path / "run" / "checkpoints"
-    kept = {path.name: checkpoint.load(path).facts["history"]["losses"] for path in home.iterdir()}
-    assert kept["step-00000004"] == [] and len(kept["step-00000007"]) == 1, "epoch 1 ended while step 4 was written"
-
-
 def test_saving_is_told_with_what_it_cost(tmp_path: Path) -> None:
     ok(*RUN, "mode=single", "save.every_steps=4", f"output={tmp_path / 'run'}")
     told = result(tmp_path / "run")["save"]
     assert told["count"] == 6 and 0 < told["blocked_s"] <= told["seconds"]
-
-
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.1 + 0.6 / cores()), ("cuda", 0.1)])
-def test_the_best_interval_is_youngs(device: str, seconds: float) -> None:
-    """On the CPU a save's thread takes cores that train."""
-    costs = [Cost(1, 2.0, 0.4, 0.15), Cost(2, 2.0, 0.8, 0.05)]
-    recipe = SimpleNamespace(save=SimpleNamespace(mttf_hours=2.0))
-    world = SimpleNamespace(device=torch.device(device))
-    run: Any = SimpleNamespace(saver=SimpleNamespace(costs=costs), recipe=recipe, world=world)
-    assert snapshots._interval(run)[0] == pytest.approx((2 * seconds * 7200) ** 0.5)
-    costs.clear()
-    assert snapshots._interval(run)[0] == 60
-    recipe.save.mttf_hours = 1 / 60
-    assert snapshots._interval(run)[0] == 3, "one that is often killed gets on"

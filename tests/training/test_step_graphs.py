@@ -16,7 +16,6 @@ from tests.training.graphed_runs import BASE, WARM, Left, differences, launched,
 from trainer.devices.cuda_graphs import NotRecorded
 from trainer.errors import TrainerError
 from trainer.modes.base import Strategy
-from trainer.optim import optimizers
 from trainer.optim.optimization import MovingAverage, Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe.checks import OPTIONS
@@ -29,7 +28,6 @@ MUON = "optimizer.name=muon optimizer.lr=0.01 optimizer.weight_decay=0.05 optimi
 UNEVEN = "mode=local_sgd local_sgd.every=3 data.samples=53"
 CASES = {
     "sgd without momentum": "optimizer.momentum=0 clip_grad_norm=0.5",
-    "sgd with momentum": "model.name=cnn ema=0.9 optimizer.weight_decay=0.001",
     "nesterov": f"{SGD} accumulate=4 ema=0.9 clip_grad_norm=1",
     "adam": "optimizer.name=adam optimizer.lr=0.003 schedule.name=step schedule.step_epochs=1",
     "adamw": f"{ADAMW} accumulate=2 ema=0.9 clip_grad_norm=0.5",
@@ -40,7 +38,6 @@ CASES = {
     "unequal batches": f"{UNEVEN} batch_size=10 {SGD} ema=0.9",
     "unequal micro-batches": f"{UNEVEN} accumulate=3 batch_size=12 {SGD}",
     "an odd buffer": f"model.name=expanded {SGD}",
-    "patience": f"{SGD} stop.patience=1 epochs=4",
 }
 SLOW = {"vit": f"model.name=vit_tiny {ADAMW}", "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2"}
 ELSEWHERE = {
@@ -49,7 +46,6 @@ ELSEWHERE = {
     "tf32": "of cards",
     "compress": "of ranks, below",
     "sync_bn": "of ranks that graphs do not go with",
-    "on_nonfinite": "skipped steps, below",
     "muon": "above",
 }
 ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
@@ -77,7 +73,7 @@ def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
     assert played.replays > 4 and played.replayed_to_the_end
 
 
-@pytest.mark.parametrize("warm", [3, 4, 5])
+@pytest.mark.parametrize("warm", [4, 5])
 def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
     """The fourth step is the last before a save, the fifth before an evaluation with averaged weights."""
     words = f"{ADAMW} accumulate=2 ema=0.9"
@@ -94,14 +90,6 @@ def test_an_option(option):
 
 
 # Steps that are not finite.
-
-
-@pytest.mark.parametrize("words", ["", "precision=bf16", "precision=fp16 model.name=mlp"])
-def test_skipped_steps(words):
-    words, steps = f"on_nonfinite=skip:3 ema=0.9 accumulate=2 {SGD} {words}", (5, 8)
-    played = replayed(words, nan_at=steps)
-    assert equal(words, played, steps) and played.replayed_to_the_end
-    assert played.figures["nonfinite_steps"] == 2
 
 
 @pytest.mark.parametrize("words", ["", "precision=fp16 model.name=mlp"])
@@ -169,13 +157,11 @@ def test_auto_keeps_the_faster(replay, kept):
 
 REASONS = {
     "waits": r"graphed_runs\.py:\d+|_local_scalar_dense",
-    "reads": r"graphed_runs\.py:\d+",
     "hostdraws": "random",
     "replaces": "buffer",
     "counts": "calls",
     "drifts": "factors",
     "hooked": "hook of norm",
-    "hookedweight": "hook of the parameter head.weight",
 }
 
 
@@ -225,7 +211,6 @@ def full(*_):
     ("changes", "told"),
     [
         ((Strategy, "loss", in_recordings(Strategy.loss, full)), "memory"),
-        ((Updater, "step", in_recordings(Updater.step, full)), "memory"),
         ((Updater, "step", in_recordings(Updater.step, lambda updater, loss, *_: loss.item())), "local_scalar"),
         ((Updater, "step", in_recordings(Updater.step, lambda *_: random.random())), "random"),
     ],
@@ -252,24 +237,12 @@ def moved(plain=Strategy.weights):
     return weights
 
 
-def test_weights_that_move_are_recorded_anew():
-    words = f"{ADAMW} ema=0.9"
-    played = replayed(words, [(Strategy, "weights", moved())])
-    assert equal(words, played) and played.replayed_to_the_end and played.said
-    (recorder,) = played.recorders
-    assert len(recorder.recordings) >= 4
-
-
-def test_a_model_that_changes_from_epoch_to_epoch_is_recorded_anew():
-    words = f"model.name=anneals {SGD} epochs=4"
-    played = replayed(words)
-    assert equal(words, played) and played.replayed_to_the_end and len(played.said) == 1 and "epochs" in played.said[0]
-
-
-def test_one_that_never_stops_changing_is_launched():
-    words = f"model.name=annealson {SGD} epochs=13 data.samples=48"
-    played = replayed(words)
-    assert equal(words, played) and not played.replayed_to_the_end and "epoch to epoch" in played.said[-1]
+@pytest.mark.parametrize(
+    ("words", "patches"), [(f"{ADAMW} ema=0.9", [(Strategy, "weights", moved())]), (f"model.name=anneals {SGD}", [])]
+)
+def test_what_is_not_as_it_was_an_epoch_before_is_launched(words, patches):
+    played = replayed(words, patches)
+    assert equal(words, played) and "an epoch before" in one_line(played)
 
 
 # Mutants: each of these is wrong, and either another run or one whose steps are launched after all.
@@ -289,18 +262,6 @@ def batch_is_not_copied(self, batch, weight, sync, plain=Steps.forward_backward)
     if self.recorder.replays:
         batch = vars(self).setdefault("first", batch)
     return plain(self, batch, weight, sync)
-
-
-def gradients_are_thrown_away(self, loss, want_norm, plain=Steps.update):
-    if self.recorder.replays:
-        for parameter in self.updater.parameters:
-            parameter.grad.zero_()
-    return plain(self, loss, want_norm)
-
-
-def buffers_are_kept_outside(self, strategy, plain=Updater.begin):
-    if not is_recording():
-        plain(self, strategy)
 
 
 class OneForAll(CpuRecorder):
@@ -340,11 +301,9 @@ class Average:
 NUMBERS = [(LearningRates, "__init__", rates_are_numbers)]
 MUTANTS = {  # words, patches, recorder
     "the learning rate is a number": (SGD, NUMBERS, CpuRecorder),
-    "adamw's learning rate is a number": (ADAMW, NUMBERS, CpuRecorder),
     "muon's learning rate is a number": (CASES["muon"], NUMBERS, CpuRecorder),
     "a loss is kept": (SGD, [(Steps, "forward_backward", loss_is_kept)], CpuRecorder),
     "the batch is not copied": (SGD, [(Steps, "forward_backward", batch_is_not_copied)], CpuRecorder),
-    "gradients are thrown away": (SGD, [(Steps, "update", gradients_are_thrown_away)], CpuRecorder),
     "storages change": (
         f"{ADAMW} ema=0.9",
         [(Strategy, "weights", moved()), (Steps, "check", lambda self: None)],
@@ -378,16 +337,6 @@ def wrong(whole, words, patches, kind=CpuRecorder, nan_at=()):
     return found or not played.replayed_to_the_end
 
 
-def test_a_mutant_whose_launched_steps_have_a_rate_of_more_digits(tmp_path):
-    eager = train(f"{ADAMW} graphs=false", tmp_path, [(optimizers, "in_float32", float)])
-    assert differences(eager, replayed(ADAMW)) != []
-
-
-def test_a_mutant_that_keeps_the_buffers_of_skipped_steps_outside():
-    words, steps = f"on_nonfinite=skip:3 {SGD}", (5, 8)
-    assert wrong(launched(words, steps), words, [(Updater, "begin", buffers_are_kept_outside)], nan_at=steps)
-
-
 # Ranks.
 
 RANKS = {  # words, and steps before one is recorded: a save, or an averaging, follows the last of them
@@ -395,13 +344,9 @@ RANKS = {  # words, and steps before one is recorded: a save, or an averaging, f
     "local_sgd": (f"mode=local_sgd local_sgd.every=3 data.samples=97 batch_size=20 ema=0.9 {SGD}", 3),
 }
 MORE_RANKS = {
-    "ddp, evaluated": (f"mode=ddp {SGD}", 5),
     "ddp, label smoothing": (f"mode=ddp loss.label_smoothing=0.1 augment.mixup=0.2 {SGD}", 2),
     "ddp, bf16, compressed": (f"mode=ddp precision=bf16 ddp.compress=bf16 {ADAMW}", 2),
     "ddp, fp16, unequal": ("mode=ddp model.name=mlp precision=fp16 batch_size=9", 2),
-    "ddp, muon": (f"mode=ddp {MUON} model.name=cnn", 2),
-    "ddp, frozen": ("mode=ddp model.name=cnn model.freeze=1", 2),
-    "local_sgd, accumulate": (f"mode=local_sgd data.samples=101 batch_size=24 accumulate=2 {ADAMW}", 2),
     "local_sgd, fp16": ("mode=local_sgd model.name=mlp precision=fp16 batch_size=16", 2),
 }
 

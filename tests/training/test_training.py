@@ -5,7 +5,6 @@ Importing torch costs seconds and a torchrun five: tests share a run where they 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -27,7 +26,6 @@ from trainer import train
 from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
 from trainer.saving.steps_file import STEP_COLUMNS
-from trainer.telemetry.clocks import Ledger
 
 SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
 
@@ -38,37 +36,6 @@ def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference") / "run"
     ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={folder}")
     return folder
-
-
-@pytest.mark.full
-def test_sync_bn_sees_the_global_batch(tmp_path):
-    words = ["recipe=digits", "augment.crop=none", "max_steps=5", "optimizer.lr=0.01", *QUIET]
-    ok(*words, "mode=single", f"output={tmp_path / 'one'}")
-    ok(*words, "mode=ddp", "nproc=2", "sync_bn=true", f"output={tmp_path / 'two'}")
-    ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'apart'}")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert losses(tmp_path / "apart") != pytest.approx(losses(tmp_path / "one"), rel=1e-4), "without it the shards show"
-    one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
-    torch.testing.assert_close(one["1.running_var"], two["1.running_var"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_compile(reference, tmp_path):
-    for mode in (["mode=single"], ["mode=ddp", "nproc=2"]):
-        folder = tmp_path / mode[0]
-        ok(*SAME, *mode, "model.name=cnn_gn", "compile=true", f"output={folder}", timeout=600)
-        assert losses(folder) == pytest.approx(losses(reference), rel=1e-4)
-        assert load_file(folder / "last.safetensors").keys() == load_file(reference / "last.safetensors").keys()
-
-
-@pytest.mark.full
-def test_two_ranks_end_cleanly_every_time(tmp_path):
-    """A bare gloo script that ends with destroy_process_group aborts in a third of its runs."""
-    words = ["mode=ddp", "nproc=2", "data.name=synthetic", "data.image_size=8", "model.name=mlp", "max_steps=2", *QUIET]
-    for number in range(100):
-        done = trainer(*words, "logging.tensorboard=false", f"output={tmp_path / str(number)}")
-        assert done.returncode == 0, (number, done.stderr)
-        assert done.stderr == ""
 
 
 def test_what_a_run_leaves_behind(reference):
@@ -213,16 +180,6 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     shutil.rmtree(tmp_path)  # up to 2 GB of checkpoints
 
 
-@pytest.mark.full
-def test_photos_in_two_ranks_with_workers(photos, tmp_path):
-    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
-    words += ["batch_size=8", "epochs=2", "optimizer.lr=0.001", *QUIET]
-    ok(*words, "mode=single", "data.workers=0", f"output={tmp_path / 'one'}")
-    ok(*words, "mode=ddp", "nproc=2", "data.workers=2", f"output={tmp_path / 'two'}")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert result(tmp_path / "two")["val_top1"] == result(tmp_path / "one")["val_top1"]
-
-
 @pytest.mark.slow
 def test_resnet50_without_data_measures_speed(tmp_path):
     words = ["recipe=resnet50", "mode=single", "data.image_size=32", "batch_size=4", "max_steps=3", *QUIET]
@@ -311,19 +268,6 @@ def logged(folder):
     return seen
 
 
-@pytest.mark.full("test_resume_modes.py goes round all modes")
-def test_resume_under_another_mode(tmp_path):
-    words = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "epochs=2", "optimizer.lr=0.001", *QUIET]
-    ok(*words, "mode=single", f"output={tmp_path / 'whole'}")
-    stopped = trainer(
-        *words, "mode=single", "save.every_steps=10", f"output={tmp_path / 'cut'}", env={"TRAINER_FAULT": "kill@0:15"}
-    )
-    assert stopped.returncode == -signal.SIGKILL
-    done = ok(*words, "mode=ddp", "nproc=2", f"output={tmp_path / 'cut'}", "resume=auto")
-    assert "resuming at step 10" in done.stdout and result(tmp_path / "cut")["world_size"] == 2
-    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-
-
 def test_averaged_batch_norm_is_evaluated_as_it_is_saved(tmp_path):
     """Running statistics are each rank's own until they are settled; what is evaluated must be what is written."""
     words = ["recipe=digits", "mode=ddp", "nproc=2", "ema=0.9", "epochs=1", "optimizer.lr=0.01", *QUIET]
@@ -338,23 +282,6 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     done = trainer(*SAME, "mode=ddp", "nproc=2", "model.name=cnn_gn", f"output={reference}")
     assert done.returncode == 8 and len(done.stderr.splitlines()) == 1, done.stderr
     assert time.monotonic() - begun < 15
-
-
-def test_a_measurement_of_speed_ends_when_its_time_is_up(tmp_path, monkeypatch, here):
-    """Of the steps: a start that took longer than that, as of a model that is compiled, leaves nothing unmeasured."""
-    words = ["mode=single", "data.image_size=32", "batch_size=4", "model.name=cnn", *QUIET]
-
-    def slow(part):
-        ledger = Ledger(part)
-        ledger.begun = ledger._since = ledger.begun - 1000
-        return ledger
-
-    monkeypatch.setattr("trainer.training.setup.Ledger", slow)
-    found = train(load("resnet50", *words, f"output={tmp_path / 'slow start'}"))
-    assert found["steps"] == 20 and found["seconds_in"]["start-up"] > 1000
-    monkeypatch.setattr("trainer.training.rank_sync.SECONDS", 0.0)
-    found = train(load("resnet50", *words, f"output={tmp_path / 'run'}"))
-    assert found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
 
 
 def test_a_first_step_in_which_all_is_made_ready_is_no_reason_for_more_grace(tmp_path, monkeypatch, capsys, here):
@@ -387,22 +314,6 @@ def test_folders_that_are_taken(reference):
 # ------------------------------------------------------------------------------------------- bad endings
 
 
-def test_not_finite_stops_all_before_the_update(tmp_path):
-    words = [
-        "recipe=digits",
-        "mode=ddp",
-        "nproc=2",
-        "model.name=cnn_gn",
-        *QUIET,
-        "save.every_steps=3",
-        f"output={tmp_path / 'run'}",
-    ]
-    done = trainer(*words, env={"TRAINER_FAULT": "nan@1:5"})
-    assert done.returncode == 5 and "not finite" in done.stderr and "Traceback" not in done.stderr
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
-    assert result(tmp_path / "run")["status"] == "failed"
-
-
 CHILDREN_OF_A_PLUGIN = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -424,89 +335,6 @@ def test_a_plugins_children_that_end_are_no_signal_to_stop(tmp_path):
     done = trainer(*words, *QUIET, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-def test_photos_with_workers_and_a_compiler_are_trained(photos, tmp_path):
-    """Loader workers and the compiler's processes end while steps take long."""
-    words = ["recipe=finetune", "model.weights=null", "model.name=cnn_gn", f"data.root={photos}", "data.image_size=32"]
-    words += ["batch_size=8", "epochs=2", "data.workers=1", "compile=true", "mode=single", *QUIET]
-    ok(*words, f"output={tmp_path / 'run'}", timeout=600)
-    assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.full("compiling takes a minute and a C++ compiler")
-@pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_a_signal_while_compiling(mode, tmp_path):
-    """It reaches the compiler's processes too, where it goes to the group."""
-    folder = tmp_path / "run"
-    words = ["recipe=digits", "model.name=cnn_gn", "compile=true", "epochs=200", f"mode={mode}", *QUIET]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words, f"output={folder}"],
-        env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: any((tmp_path / "cache").rglob("*.cpp")), process, 240)
-        os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 143 and "Traceback" not in output, output
-
-
-SLOW = """
-import time
-import torch
-from torch import nn
-from trainer import register_model
-
-class Slow(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.layer = nn.Linear(64, classes)
-
-    def forward(self, images):
-        time.sleep(22 * self.training)
-        return self.layer(images.flatten(1))
-
-@register_model("slow")
-def slow(num_classes, in_channels, image_size):
-    return Slow(num_classes)
-"""
-
-
-@pytest.mark.full("steps of 22 seconds")
-@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]], ids=["single", "ddp"])
-def test_a_signal_waits_for_the_end_of_a_long_step(mode, tmp_path):
-    """Up to `grace` seconds, as on a processor that computes a large batch; the step is saved."""
-    (tmp_path / "sleeping.py").write_text(SLOW)
-    words = ["recipe=digits", "plugin=sleeping", "model.name=slow", *mode, *QUIET, f"output={tmp_path / 'run'}"]
-    process = warm.Popen(
-        [sys.executable, "-m", "trainer", *words],
-        env=environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        log = tmp_path / "run" / "steps.csv"
-        wait_for(lambda: log.exists() and len(steps(tmp_path / "run")) >= 2, process, 240)
-        time.sleep(2)  # the third step is under way
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=90)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 143 and "Traceback" not in output, output
-    done = len(steps(tmp_path / "run"))
-    assert done >= 3
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{done:08}"], output
 
 
 def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
@@ -600,14 +428,6 @@ def two_nodes(*words, folders=None, env=None):
 
 
 @pytest.mark.full
-def test_two_nodes_on_one_host(reference, tmp_path):
-    ended = two_nodes(*SAME, "mode=ddp", "model.name=cnn_gn", f"output={tmp_path / 'run'}")
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert result(tmp_path / "run")["world_size"] == 2
-    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=1e-4)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["mode=ddp", "mode=pipeline pipeline.microbatches=2"])
 def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_path):
     """Each node has a disk of its own: only the first has what was saved."""
@@ -641,16 +461,3 @@ def test_restarts_resume_by_themselves(tmp_path):
     out += "".join(f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json")))
     assert process.returncode == 0, out
     assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out
-
-
-def test_the_python_api(tmp_path):
-    code = f"""
-import trainer
-one = trainer.train(trainer.load_recipe("digits", "mode=single", max_steps=3, output="{tmp_path}/one"))
-two = trainer.load_recipe("digits", "mode=ddp", devices=["cpu", "cpu"], max_steps=3, output="{tmp_path}/two")
-two = trainer.train(two)
-assert one["steps"] == two["steps"] == 3 and two["world_size"] == 2, two
-"""
-    done = warm.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "two")["steps"] == 3

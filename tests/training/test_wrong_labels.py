@@ -4,7 +4,6 @@ import csv
 import os
 import random
 import shlex
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.command_line import QUIET, ok, result
+from tests.command_line import QUIET, ok
 from trainer.training.wrong_labels import FILE, Doubt, table
 
 COUNT, EXCHANGED = 300, 5
@@ -76,21 +75,6 @@ def test_exchanged_labels_are_in_the_first_rows(photos, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_agrees_with_predict_and_two_ranks_with_one(photos, run, tmp_path):
-    """Every held-out image once, with the same figures."""
-    ok("predict", str(run), f"output={tmp_path / 'val'}", "devices=[cpu]")
-    ok(*LEARN, "epochs=15", "mode=ddp", "nproc=2", f"data.root={photos[0]}", f"output={tmp_path / 'two'}")
-    mine, labelled, two = read(run), predicted(tmp_path / "val"), read(tmp_path / "two")
-    assert sorted(names(mine)) == sorted(names(two)) == sorted(names(labelled))
-    by_name = {row["path"]: row for row in labelled}
-    for row in mine:
-        same = by_name[row["path"]]
-        assert (row["label"], row["predicted"]) == (same["label"], same["class"])
-        assert float(row["predicted_probability"]) == pytest.approx(float(same["probability"]), rel=1e-2)
-    assert [*two[0]] == [*Doubt._fields]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, cores):
     """Two of a batch that cannot be decoded shift all that come behind them."""
@@ -116,35 +100,6 @@ def test_where_photos_are_left_out_the_names_are_still_right(photos, tmp_path, c
         assert float(row["predicted_probability"]) == pytest.approx(float(same["probability"]), rel=1e-2)
 
 
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_where_a_sample_has_not_one_class_there_is_none(task, tmp_path):
-    root, values = tmp_path / "photos", ["a;b", "a", "b"] if task == "multilabel" else ["1.5", "2", "3"]
-    root.mkdir()
-    with (root / "labels.csv").open("w") as file:
-        file.write("image,label\n")
-        for number in range(30):
-            Image.fromarray(np.full((8, 8), 8 * number, np.uint8)).save(root / f"{number}.png")
-            file.write(f"{number}.png,{values[number % 3]}\n")
-    words = ["recipe=digits", "data.name=imagefolder", f"task.name={task}", "mode=single", "batch_size=8", "epochs=1"]
-    ok(*words, *QUIET, f"data.root={root}", f"data.labels={root / 'labels.csv'}", f"output={tmp_path / 'run'}")
-    assert not (tmp_path / "run" / FILE).exists()
-
-
 def test_a_row_is_a_line_whatever_its_name():
     rows = [Doubt('a\n"b",\udcff.png', "x,y", "z", 1e-300, 0.123456)]
     assert table(rows) == ",".join(Doubt._fields) + '\n"a ""b"",\\xff.png","x,y",z,1e-300,0.1235\n'
-
-
-def test_a_finished_run_says_how_to_train_on_corrected_labels(photos, tmp_path):
-    root, words = tmp_path / "photos", [*LEARN, "mode=single", "epochs=1"]
-    shutil.copytree(photos[0], root)
-    ok(*words, f"data.root={root}", f"output={tmp_path / 'run'}")
-    moved = next(iter(photos[1]))
-    at = next(root.rglob(moved))
-    at.rename(next(folder for folder in root.iterdir() if folder != at.parent) / moved)
-    said = ok(*words, f"data.root={root}", f"output={tmp_path / 'run'}", "resume=auto").stdout
-    line = next(line for line in said.splitlines() if "the images changed since then" in line)
-    again = shlex.split(line.partition("python -m trainer ")[2])
-    ok(*again)
-    assert result(tmp_path / "run-again")["steps"] == result(tmp_path / "run")["steps"] > 0
-    assert "the images changed" not in ok(*again, "resume=auto").stdout

@@ -8,15 +8,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import trainer
-from trainer import DevicePool, EpochReport, Recipe, Result, StepReport, Task, errors, load_recipe, predict, train
+from trainer import DevicePool, EpochReport, Recipe, Result, Task, errors, load_recipe, predict, train
 
 
 def stop_early(report: EpochReport) -> bool:
     return report.metrics["top1"] < 0.99
-
-
-def show(report: StepReport) -> None:
-    print(f"{report.step}/{report.total_steps} {report.loss:.3f} {report.samples_per_sec or 0:.0f} images/s")
 
 
 @trainer.register_model("tiny")
@@ -37,7 +33,9 @@ def main() -> float | None:
     data = TensorDataset(images, labels)
     net = tiny(10, 1, 8)
     try:
-        second = train(model=net, data=(data, data), epochs=2, mode="ddp", nproc=2, on_step=show, output=Path("runs/x"))
+        second = train(
+            model=net, data=(data, data), epochs=2, mode="ddp", nproc=2, on_epoch=stop_early, output=Path("runs/x")
+        )
     except errors.NotFiniteError as error:
         print(error, error.code)
         return first["best_top1"]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.modes.base import Strategy, by_type, in_a_row, put_back
+from trainer.modes.base import Strategy
 from trainer.recipe import Recipe
+from trainer.recipe.schema import ScheduleRecipe
 
 LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are more than an overflow
 
@@ -24,32 +25,39 @@ def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
     return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
 
 
+def _constant(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
+    return top
+
+
+def _cosine(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
+    """To `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983)."""
+    return schedule.min_lr + (top - schedule.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _step(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
+    """A multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes."""
+    return top * float(schedule.gamma ** (epochs // schedule.step_epochs))
+
+
+# The learning rate after warm-up, from the share of the remaining steps that is done (up to 1), whole epochs since the
+# warm-up, and the highest rate. Their names are those of `ScheduleRecipe.name`.
+LR_SCHEDULES = {"constant": _constant, "cosine": _cosine, "step": _step}
+
+
 def learning_rate(recipe: Recipe, steps_per_epoch: int, total: int | None = None) -> Callable[[int], float]:
-    """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers.
+    """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers: a
+    linear warm-up, then the recipe's schedule.
 
     `total`: steps of the schedule, where the recipe alone does not tell.
-
-    A linear warm-up, then constant, a cosine to `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983), or
-    a multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes.
     """
-    schedule, top = recipe.schedule, recipe.peak_lr
-    warmup, factor, low = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor, schedule.min_lr
+    schedule, top, after = recipe.schedule, recipe.peak_lr, LR_SCHEDULES[recipe.schedule.name]
+    warmup, factor = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor
     rest = max(1, (total_steps(recipe, steps_per_epoch) if total is None else total) - warmup)
-    every = schedule.step_epochs * steps_per_epoch
-
-    def cosine(step: int) -> float:
-        return low + (top - low) * (1 + math.cos(math.pi * min(1.0, step / rest))) / 2
-
-    def stepped(step: int) -> float:
-        return top * float(schedule.gamma ** (step // every))
-
-    def constant(step: int) -> float:
-        return top
-
-    after = {"cosine": cosine, "step": stepped, "constant": constant}[schedule.name]
 
     def rate(step: int) -> float:
-        return top * (factor + (1 - factor) * step / warmup) if step < warmup else after(step - warmup)
+        if step < warmup:
+            return top * (factor + (1 - factor) * step / warmup)
+        return after(min(1.0, (step - warmup) / rest), (step - warmup) // steps_per_epoch, top, schedule)
 
     return rate
 
@@ -65,10 +73,6 @@ class Updater:
     `bad` is a sticky flag on the device: from the first gradient that is not finite on, optimizers skip every
     update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
     skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
-
-    Where the recipe tolerates steps that are not finite, all ranks leave out the same ones, and `bad` is one too many.
-    Of such a step nothing stays in weights, optimizer and buffers; it counts as a step, for the learning rate and the
-    moving average too, as one that fp16 skips.
     """
 
     def __init__(
@@ -79,66 +83,41 @@ class Updater:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         """`scaler` is the one that scales losses; see `loss_scaler`."""
-        self.optimizer = optimizer
-        self.limit = recipe.clip_grad_norm
-        self.tolerated = recipe.tolerated
-        self.nonfinite = torch.zeros((), device=device)  # whether this step is not finite, or one since the first step
-        self.bad = torch.zeros((), device=device) if self.tolerated else self.nonfinite
-        self.skipped = torch.zeros((), device=device)  # how many steps were, where some are tolerated
-        self._buffers: list[list[Tensor]] = []  # by their device and type
-        self.kept: list[Tensor] = []  # their values before this step, in a row
+        self.optimizer, self.limit, self.scaler = optimizer, recipe.clip_grad_norm, scaler
+        self.bad = torch.zeros((), device=device)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A split model has parameters on several devices: a flag each, and `nonfinite` is their maximum. A scale of 1.
+        # A split model has parameters on several devices: a flag each, and `bad` is their maximum. A scale of 1.
         self.parts = [
             (
                 [p for p in self.parameters if p.device == where],
-                self.nonfinite if where == device else torch.zeros((), device=where),
+                self.bad if where == device else torch.zeros((), device=where),
                 torch.ones((), device=where),
             )
             for where in dict.fromkeys(p.device for p in self.parameters)
         ]
-        self.scaler = scaler
-        if self.scaler is not None:
-            self.scaler.scale(self.nonfinite)  # its state exists from here on, on ranks without a loss too
-
-    def begin(self, strategy: Strategy) -> None:
-        """A step begins: where it may have to be skipped, keep what its forward passes change, as BatchNorm's."""
-        if not self.tolerated:
-            return
-        if not self._buffers:
-            self._buffers = by_type(strategy.named_buffers().values())
-        self.kept = [in_a_row(group) for group in self._buffers]
+        if scaler is not None:
+            scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
 
     def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
         """One optimizer step on the gradients there are.
 
         Args:
-            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do. Where steps
-                may be skipped it does in all of them.
+            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do.
             strategy: gives the whole model's gradient norm and spreads flags over its parts.
             want_norm: compute the norm although nothing is clipped.
 
         Returns:
             The gradient's norm before clipping, where it was computed.
         """
-        if self.tolerated:
-            for flag in (self.nonfinite, *(flag for _, flag, _ in self.parts)):
-                flag.zero_()
         if self.scaler is None:
             for parameters, flag, scale in self.parts:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)
-            _merge(self.nonfinite, (flag for _, flag, _ in self.parts))
-            if self.tolerated:
-                self._agree(loss, strategy)
-            else:
-                strategy.reduce_overflow(self.nonfinite)
-            self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]
+            _merge(self.bad, (flag for _, flag, _ in self.parts))
+            strategy.reduce_overflow(self.bad)
+            self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
-            if self.tolerated:
-                self._agree(loss, strategy)
-            else:
-                self.bad.copy_(torch.maximum(self.bad, 1 - torch.isfinite(loss).float()))  # in place: see `step_graphs`
+            self.bad.copy_(torch.maximum(self.bad, 1 - torch.isfinite(loss).float()))  # in place: see `step_graphs`
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
             if not flags:  # a stage that is frozen
@@ -147,8 +126,6 @@ class Updater:
             _merge(first, others)
             for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
                 flag.zero_()
-            if self.tolerated:
-                _merge(first, [self.nonfinite])
             strategy.reduce_overflow(first)
         norm = strategy.grad_norm() if want_norm or self.limit is not None else None
         if self.limit is not None and norm is not None:
@@ -158,21 +135,7 @@ class Updater:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        for group, before in zip(self._buffers, self.kept, strict=True):
-            put_back(torch.where(self.nonfinite.to(before.device) > 0, before, in_a_row(group)), group)
         return norm
-
-    def _agree(self, loss: Tensor, strategy: Strategy) -> None:
-        """Whether all ranks skip this step: one of them found what is not finite, now or once too often before."""
-        self.nonfinite.copy_(torch.maximum(self.nonfinite, 1 - torch.isfinite(loss).float().to(self.nonfinite.device)))
-        strategy.world.max_(self.nonfinite)
-        self.skipped += self.nonfinite
-        self.bad.copy_(self.skipped > self.tolerated)
-        self.nonfinite.copy_(torch.maximum(self.nonfinite, self.bad))
-
-    def counted(self, loss: Tensor) -> Tensor:
-        """The last step's loss as it is logged: NaN on every rank where the step was skipped as not finite."""
-        return torch.where(self.nonfinite.to(loss.device) > 0, torch.nan, loss) if self.tolerated else loss
 
     def is_bad(self) -> bool:
         """Whether training has failed; waits for the device."""
@@ -185,11 +148,6 @@ class Updater:
         scale, growth = self.scaler._scale, self.scaler._growth_tracker
         assert scale is not None and growth is not None
         return {"scale": scale, "growth": growth}
-
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            if name in saved:
-                tensor.copy_(saved[name])
 
 
 def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:

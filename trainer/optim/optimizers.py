@@ -34,25 +34,20 @@ class MuonAdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        matrices: Collection[nn.Parameter],
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-        betas: tuple[float, float],
-        eps: float,
+        self, groups: Sequence[dict[str, Any]], matrices: Collection[nn.Parameter], recipe: OptimizerRecipe
     ) -> None:
-        """`groups` are as torch's optimizers take them; `betas` and `eps` are AdamW's, the other numbers Muon's."""
+        """`groups` are as torch's optimizers take them."""
+        lr = recipe.lr
         muon = [{**group, "params": [p], "lr": lr} for group in groups for p in group["params"] if p in matrices]
         others = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in groups]
         others = [group for group in others if group["params"]]
-        self.adamw = AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
+        moments: dict[str, Any] = {"betas": tuple(recipe.betas), "eps": recipe.eps}
+        self.adamw = AdamW(others, lr=lr, fused=True, **moments) if others else None
         adamw = self.adamw.param_groups if self.adamw is not None else []
         super().__init__([*muon, *adamw] or groups, {"lr": lr})
         self._step_supports_amp_scaling = True
         self.muon_groups = self.param_groups[: len(muon)]
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum, self.nesterov = recipe.momentum, recipe.nesterov
         if self.adamw is not None:
             self.adamw.state = self.state
 
@@ -209,13 +204,11 @@ def build_optimizer(
             groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True
         )
         return _started(optimizer, everything if recipe.momentum else [], [])
-    beta1, beta2 = recipe.betas
     if recipe.name == "muon":
         hidden = {parameters[name] for name in roles.matrices if name in parameters}
-        optimizer = MuonAdamW(groups, hidden, recipe.lr, recipe.momentum, recipe.nesterov, (beta1, beta2), recipe.eps)
-        return _started(optimizer, hidden, [p for p in everything if p not in hidden])
+        return _started(MuonAdamW(groups, hidden, recipe), hidden, [p for p in everything if p not in hidden])
     kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
-    optimizer = kind(groups, lr=recipe.lr, betas=(beta1, beta2), eps=recipe.eps, fused=True)
+    optimizer = kind(groups, lr=recipe.lr, betas=(recipe.betas[0], recipe.betas[1]), eps=recipe.eps, fused=True)
     return _started(optimizer, [], everything)
 
 

@@ -65,23 +65,17 @@ def normalises_batches(model: nn.Module) -> bool:
 def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Lines of the banner, by their title: what does not train, and how the rest does where it is not all alike."""
     lines, optimizer = {}, recipe.optimizer
-    still, named = frozen(model), dict(model.named_parameters())
+    still, named, norms = frozen(model), dict(model.named_parameters()), frozen_norms(model)
     if still:
         size = sum(p.numel() for p in named.values() if not p.requires_grad)
         lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
-        norms = frozen_norms(model)
-        if norms:
-            kind = "BatchNorm" if all(isinstance(norm, _BatchNorm) for norm in norms) else "normalisation"
-            kept = "layer there keeps its" if len(norms) == 1 else "layers there keep their"
-            lines["frozen"] += f"; {len(norms)} {kind} {kept} statistics"
+        lines["frozen"] += f"; statistics of {len(norms)} normalisation layer{'s' * (len(norms) > 1)}" * bool(norms)
     rate = f"{recipe.peak_lr:g}"
     if optimizer.lr_per is not None:
         rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"
     if optimizer.layer_decay is not None:
-        row = blocks(model)
-        low = recipe.peak_lr * optimizer.layer_decay ** (len(row) - 1)
-        rate += f"; that in the last of {len(row)} blocks ({row[-1].name}), times {optimizer.layer_decay:g} in each "
-        rate += f"before it, so {low:.3g} in the first ({row[0].name})"
+        low = recipe.peak_lr * optimizer.layer_decay ** ((count := len(blocks(model))) - 1)
+        rate += f"; that in the last of {count} blocks, times {optimizer.layer_decay:g} in each before it: {low:.3g}"
     if optimizer.lr_per is not None or optimizer.layer_decay is not None:
         lines["lr"] = rate
     if optimizer.name == "muon":

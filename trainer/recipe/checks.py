@@ -37,7 +37,6 @@ OPTIONS = {
     "layer_decay": ("optimizer.layer_decay", 0.75),
     "muon": ("optimizer.name", "muon"),
     "compress": ("ddp.compress", "bf16"),
-    "on_nonfinite": ("on_nonfinite", "skip:1"),
     "graphs": ("graphs", True),
 }  # each with a key and a value that turn it on
 
@@ -160,8 +159,6 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
         return refuses["graphs"]
     if recipe.traits.staged and recipe.pipeline.recompute:
         return "pipeline.recompute=true puts random states back; use pipeline.recompute=false, or graphs=false"
-    if processes > 1 and recipe.tolerated:
-        return "ranks agree on the steps to skip within the optimizer's part; use on_nonfinite=stop, or graphs=false"
     if processes > 1 and recipe.sync_bn:
         return "ranks exchange statistics within a pass; use sync_bn=false, or graphs=false"
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from trainer.recipe.text import shown
 
 DEVICE = r"cpu|cuda(:\d{1,3})?"
-ON_NONFINITE = r"stop|skip:[1-9]\d{0,3}"
 
 
 def _devices(value: Any) -> Any:
@@ -62,12 +61,6 @@ def _logger(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
         return value
     raise ValueError("must be true, or text: a project's name for wandb, an address for mlflow")
-
-
-def _on_nonfinite(value: Any) -> Any:
-    if value != "stop" and not (isinstance(value, str) and re.fullmatch(ON_NONFINITE, value)):
-        raise ValueError("must be stop, or skip:N, as in skip:3 for up to 3 steps (at most 9999)")
-    return value
 
 
 def _freeze(value: Any) -> Any:
@@ -132,7 +125,6 @@ Check = Annotated[Literal["headers", "full", "off"], BeforeValidator(_off)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
-OnNonfinite = Annotated[str, Field(pattern=rf"^({ON_NONFINITE})$"), BeforeValidator(_on_nonfinite)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

@@ -136,7 +136,6 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "its workers compute separately between averagings; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
     ),
     "hogwild": Traits(
@@ -151,7 +150,6 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
             "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
-            "on_nonfinite": "its workers do not meet in a step, so they cannot agree to skip it; use mode=ddp",
         },
     ),
 }

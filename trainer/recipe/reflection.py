@@ -14,19 +14,22 @@ from trainer.errors import RecipeError
 from trainer.recipe.schema import Recipe, key_fields
 from trainer.recipe.text import flatten, typed
 
-READERS = {
-    "optimizer.momentum": ("sgd", "muon"),
-    "optimizer.nesterov": ("sgd", "muon"),
-    "optimizer.betas": ("adam", "adamw", "muon"),
-    "optimizer.eps": ("adam", "adamw", "muon"),
-    "schedule.min_lr": ("cosine",),
-    "schedule.step_epochs": ("step",),
-    "schedule.gamma": ("step",),
-}  # keys that some optimizers or schedules read, by their `name`
+
+def _readers() -> dict[str, tuple[str, ...]]:
+    fields, found = dict(key_fields()), {}
+    for key, field in fields.items():
+        chooser, names = fields.get(f"{key.partition('.')[0]}.name"), (field.description or "").partition(":")[0]
+        if chooser is not None and {*names.split(", ")} <= {*get_args(chooser.annotation)}:
+            found[key] = tuple(names.split(", "))
+    return found
+
+
+# Keys that some optimizers or schedules read, by their `name`: those with which the key's comment begins.
+READERS = _readers()
 # What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
 FREE_ON_RESUME = {
     "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
-    "graphs", "stop", "grace", "resume_weights_only", "data.root", "data.workers", "data.check", "data.download",
+    "graphs", "stop", "grace", "data.root", "data.workers", "data.check", "data.download",
     "data.cache_dir",
 }  # fmt: skip
 
@@ -101,7 +104,7 @@ def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys in which two recipes differ and a continued run may not, with (old, new) values."""
     before, now = flatten(old.to_dict()), flatten(new.to_dict())
-    free = FREE_ON_RESUME | ({"optimizer"} if new.resume_weights_only else set())
+    free = set(FREE_ON_RESUME)
     if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
         free |= {"data.cache"}
     if old.data.image_column is None:  # earlier versions looked for the columns: those that are typed are compared

@@ -34,6 +34,15 @@ REMOVED: dict[str, Removed] = {  # by "key" or "key=value"
         same=False,
     ),
     "optimizer.trust": Removed("leave it out: it was for optimizer.name=lars", idle="0.001"),
+    "on_nonfinite": Removed(
+        "a run stops at a loss or gradient that is not finite; lower optimizer.lr, or type clip_grad_norm=1",
+        idle="stop",
+    ),
+    "resume_weights_only": Removed(
+        "recipe=RUN model.init_from=RUN trains its weights with another optimizer", idle="false"
+    ),
+    "save.every": Removed("save.every_steps=500 saves within epochs", idle="null"),
+    "save.mttf_hours": Removed("leave it out: no run chooses by itself when to save", idle="24.0"),
 }
 _told: set[tuple[str, str]] = set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -25,7 +24,6 @@ from trainer.recipe.field_types import (
     Freeze,
     Logger,
     MicroBatches,
-    OnNonfinite,
     PixelRange,
     Positive,
     Probability,
@@ -296,8 +294,6 @@ class SaveRecipe(_Section):
 
     every_epochs: Positive | None = key(1, "epochs between checkpoints; null: do not save at the end of epochs")
     every_steps: Positive | None = key(None, "steps between checkpoints within epochs; null: none", 500)
-    every: Literal["auto"] | None = key(None, "auto: save within epochs too, at the interval that loses the least time")
-    mttf_hours: float = key(24.0, "mean hours between failures of this machine, for save.every=auto", gt=0)
     keep: int = key(2, "number of newest checkpoints to keep", 5, ge=2)
 
 
@@ -340,9 +336,6 @@ class Recipe(_Section):
         None, "decay of a moving average of the weights; lower in the first steps", 0.999, gt=0, lt=1
     )
     clip_grad_norm: float | None = key(None, "clip the gradient norm to this", 1.0, gt=0, allow_inf_nan=False)
-    on_nonfinite: OnNonfinite = key(
-        "stop", "if a loss or gradient is not finite: stop, or skip:N to leave out up to N such steps", "skip:3"
-    )
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     ddp: DdpRecipe = DdpRecipe()
@@ -355,7 +348,6 @@ class Recipe(_Section):
     stop: StopRecipe = StopRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = key(None, "auto: continue from the newest intact checkpoint in output")
-    resume_weights_only: bool = key(False, "start with a new optimizer if a checkpoint's does not fit")
     logging: LoggingRecipe = LoggingRecipe()
     predict: PredictRecipe = PredictRecipe()
     seed: int = key(0, "seed of everything random", 1, ge=0, lt=2**63)
@@ -373,11 +365,6 @@ class Recipe(_Section):
     def traits(self) -> Traits:
         """The properties of the mode."""
         return TRAITS[self.mode]
-
-    @property
-    def tolerated(self) -> int:
-        """How many steps of the run may be skipped because a loss or gradient was not finite."""
-        return int(self.on_nonfinite.partition(":")[2] or 0)
 
     @property
     def peak_lr(self) -> float:
@@ -421,7 +408,6 @@ class Recipe(_Section):
         return validated(tree, self._name)
 
 
-@functools.cache
 def key_fields(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """All keys of a recipe, or of a section of it, dotted, with their fields."""
     for name, field in model.model_fields.items():

@@ -44,11 +44,10 @@ class Save:
 
 
 class Cost(NamedTuple):
-    """What a save took: seconds until its files had their names, of a core, and for which training stood still."""
+    """What a save took: seconds until its files had their names, and for which training stood still."""
 
     step: int
     seconds: float
-    cpu: float
     blocked: float
 
 
@@ -61,9 +60,8 @@ class Saver:
         self.error: Exception | None = None  # why the last save failed
         self.committed = 0  # the step of the newest checkpoint, as far as this rank wrote it
         self.costs: list[Cost] = []  # of each save that is done
-        self.begun = time.perf_counter()  # when the last save was asked for
         self.blocked = 0.0  # seconds for which training stood still for it
-        self._took: tuple[int, float, float]
+        self._took: tuple[int, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
         self._left: tuple[AwakeClock, float] | None = None  # since the ranks end with an error, and for how long
@@ -83,14 +81,13 @@ class Saver:
     def start(self, save: Save, begun: float) -> None:
         """Write `save`; `begun` is `time.perf_counter()` of when it was asked for."""
         assert self._thread is None, "one save at a time"
-        self.begun = begun
 
         def work() -> None:
             try:
                 with writing(save.folder):
                     self._write(save)
                 self.committed = save.state.position.step if save.sealed else self.committed
-                self._took = save.state.position.step, time.perf_counter() - begun, time.thread_time()
+                self._took = save.state.position.step, time.perf_counter() - begun
             except Exception as error:  # raised where the ranks synchronise
                 self.error = error
 
@@ -110,10 +107,6 @@ class Saver:
             return None
         self.costs.append(Cost(*self._took, self.blocked))
         return self.costs[-1]
-
-    def done(self) -> Cost | None:
-        """As `wait`, where that takes no time."""
-        return self.wait() if self._thread is not None and not self._thread.is_alive() else None
 
     def leave(self, patience: float = LEAVING) -> None:
         """As `wait`, where ranks end with an error: what others have not written in so many seconds is given up."""

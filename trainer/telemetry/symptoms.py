@@ -46,7 +46,6 @@ class Facts:
     labelled: bool = False  # whether the labels of the training images are known, so that classes can be balanced
     strain: Strain = field(default_factory=Strain)  # of the machine
     threads: int = 1  # that compute together in a process; 1 also where a GPU computes
-    skipped: Sequence[int] = ()  # steps that were left out because a loss or gradient was not finite
 
     @property
     def guessing(self) -> float | None:
@@ -77,13 +76,6 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
         return None
     than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
     return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{_gentler(recipe)}"
-
-
-def _not_finite(facts: Facts, recipe: Recipe) -> str | None:
-    if not facts.skipped:
-        return None
-    which = ", ".join(map(str, facts.skipped[:5])) + ", ..." * (len(facts.skipped) > 5)
-    return f"a loss or gradient was not finite in steps left out of the training ({which}){_gentler(recipe)}"
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
@@ -157,7 +149,6 @@ def slow_rank(lag: Lag, where: str) -> str:
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
-    "not finite": _not_finite,
     "loss": _loss,
     "accuracy": _accuracy,
     "memorised": _memorised,

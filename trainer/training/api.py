@@ -9,14 +9,12 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer import tasks
@@ -28,18 +26,17 @@ from trainer.models.given import Given, bare
 from trainer.models.zoo import initialise, register_model
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe, load
-from trainer.recipe.known_names import DATASETS, TASKS, WEIGHTS_FILES, torchvision_classifiers
-from trainer.recipe.recipe_files import split_words
+from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
 from trainer.saving.weights import read_weights
 from trainer.training import callbacks, loop
-from trainer.training.callbacks import Callbacks, OnEpoch, OnStep
+from trainer.training.callbacks import Callbacks, OnEpoch
 from trainer.training.randomness import as_before
 from trainer.training.results import Result
 
 TRAINING, HELD_OUT = ("train", "training"), ("val", "valid", "validation", "test")
 SENT, MODULE = "given.pickle", "trainer_given"  # beside the ranks' modules
 
-Model = nn.Module | Callable[..., nn.Module] | str | Mapping[str, Any]
+Model = nn.Module | Callable[..., nn.Module] | str
 
 
 @contextmanager
@@ -48,15 +45,8 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
     keys: dict[str, Any] = {}
     known = (*DATASETS, *registered.registered)
     with ExitStack() as closing:
-        if isinstance(model, str | Path) and str(model).endswith(WEIGHTS_FILES):
-            raise RecipeError(
-                f"model={model} is a file of weights: name the model that they are for, as in model='resnet50', and "
-                f"beside it the file, model__init_from='{model}'"
-            )
         if isinstance(model, str):
             keys["model.name"] = model
-        elif isinstance(model, Mapping):
-            keys["model"] = model
         elif model is not None:
             given = Given(model)
             name = keys["model.name"] = given.name
@@ -67,8 +57,6 @@ def lent(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
             keys["data.name"] = data
         elif isinstance(data, str | Path):
             keys |= {"data.name": "imagefolder", "data.root": str(data)}
-        elif isinstance(data, Mapping) and not any(name in data for name in TRAINING):
-            keys["data"] = data
         elif data is not None:
             parts = GivenData(data)
             keys |= {"data.name": parts.name, "data.root": None, "data.labels": None}
@@ -85,13 +73,10 @@ class GivenData:
 
     @property
     def name(self) -> str:
-        if callable(self.source):
-            name = getattr(self.source, "__name__", "")
-        else:
-            part = self.source[0]
-            while hasattr(part, "dataset"):  # a Subset
-                part = part.dataset
-            name = type(part).__name__ if not isinstance(part, tuple | list) else ""
+        part = self.source if callable(self.source) else self.source[0]
+        while hasattr(part, "dataset"):  # a Subset
+            part = part.dataset
+        name = "" if isinstance(part, tuple | list) else str(getattr(part, "__name__", type(part).__name__))
         name = name if name.isidentifier() else "data"
         return f"my_{name}" if name in DATASETS else name
 
@@ -101,24 +86,19 @@ class GivenData:
 
 def _three(source: Any) -> tuple[Any, Any, Any]:
     """Training set, held-out set, and names, their number, or None."""
+    found = f"is {type(source).__name__}"
     if isinstance(source, Mapping):
         sets = [next((source[name] for name in names if name in source), None) for names in (TRAINING, HELD_OUT)]
-        if sets[0] is None or sets[1] is None:
-            raise RecipeError(
-                f"data= has {', '.join(map(str, source))}: it needs train, and validation or test; "
-                "one set is cut in two by set.train_test_split(0.2) or torch.utils.data.random_split(set, [0.8, 0.2])"
-            )
-        return sets[0], sets[1], source.get("classes")
-    if isinstance(source, tuple | list) and source and isinstance(source[0], Tensor | np.ndarray):
-        raise RecipeError(
-            "data= has tensors side by side: each set is a pair of its own, data=((inputs, targets), (inputs, "
-            "targets)); one set is cut in two by random_split(TensorDataset(inputs, targets), [0.8, 0.2])"
-        )
-    if isinstance(source, tuple | list) and len(source) in (2, 3):
+        if all(part is not None for part in sets):
+            return sets[0], sets[1], source.get("classes")
+        found = f"has {', '.join(map(str, source))}, where it needs train, and validation or test"
+    elif isinstance(source, tuple | list) and source and isinstance(source[0], Tensor | np.ndarray):
+        found = "has tensors side by side, where each set is a pair: data=((inputs, targets), (inputs, targets))"
+    elif isinstance(source, tuple | list) and len(source) in (2, 3):
         return source[0], source[1], source[2] if len(source) == 3 else None
     raise RecipeError(
-        f"data= is (training set, held-out set), and may have class names as a third, not {type(source).__name__}; "
-        "one set is cut in two by torch.utils.data.random_split(set, [0.8, 0.2])"
+        f"data= {found}: it is (training set, held-out set), and may have class names as a third; one set is cut in "
+        "two by torch.utils.data.random_split(set, [0.8, 0.2])"
     )
 
 
@@ -132,24 +112,15 @@ def sent(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict[str, byte
     Raises:
         RecipeError: something cannot travel.
     """
-    task = recipe.task.name
+    model, data, task = recipe.model.name, recipe.data.name, recipe.task.name
     kind = tasks.kind(recipe) if task not in TASKS and tasks.known(task) else None
-    named = {
-        "model": (recipe.model.name, zoo.registered_model(recipe.model.name)),
-        "data": (recipe.data.name, registered.registered.get(recipe.data.name)),
-        "task": (task, kind),
-    }
-    registered_here = {what: pair for what, pair in named.items() if pair[1] is not None}
-    parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in registered_here.items()}
+    named = {"model": (model, zoo.registered_model(model)), "data": (data, registered.registered.get(data))}
+    named["task"] = task, kind
+    here = {what: pair for what, pair in named.items() if pair[1] is not None}
+    parts = {what: (name, pickling.packed(value, f"{what}={name}")) for what, (name, value) in here.items()}
     if calls.wanted:
-        for name, function in calls.functions.items():
-            if isinstance(getattr(function, "__self__", None), list | dict | set | deque):
-                raise RecipeError(
-                    f"{name}= would fill a copy, in the process of rank 0, where callbacks run: write a function that "
-                    "calls report.log(), or stay in this process, mode=single"
-                )
-        what = "= or ".join(calls.wanted) + "="
-        parts["callbacks"] = ("", pickling.packed(calls, what, "use only what can be, or stay here, mode=single"))
+        advice = "use only what can be, or stay here, mode=single"
+        parts["callbacks"] = ("", pickling.packed(calls, "on_epoch=", advice))
     if not parts:
         return {}
     lines = ["from trainer.training import api", f"api.receive(__file__, {plugin!r})"]
@@ -184,7 +155,6 @@ def train(
     model: Model | None = None,
     data: Any = None,
     on_epoch: OnEpoch | None = None,
-    on_step: OnStep | None = None,
     nproc: int | str | None = None,
     plugin: str | None = None,
     **keywords: Any,
@@ -200,7 +170,7 @@ def train(
     Args:
         recipe: a shipped recipe's name, a YAML file, a run folder, a dictionary, or what `load_recipe` gives; None is
             every key's default.
-        words: `key=value` as on the command line.
+        words: a recipe's `key=value`, as on the command line.
         model: a `torch.nn.Module`, which is trained from its present weights and has the last weights afterwards; or a
             function that makes one of those of num_classes, channels and image_size that it has parameters for; or a
             name.
@@ -208,10 +178,9 @@ def train(
             train and validation or test; a function that returns one of these; a name; or a folder of photos. Sets are
             pairs of tensors or arrays, or map-style data sets of items (input, target) or {"image": input, "label":
             target}: see `register_dataset`.
-        on_epoch, on_step: called in the process of rank 0, which is this one where the mode has one process, with an
-            `EpochReport` after every epoch, and with a `StepReport` at every logged step (`logging__every_steps=1`: at
-            each). Returning False ends the run there, as a completed one. What they raise ends it as a failed one.
-            The ranks wait for them. A process of its own is sent a copy of all that they use.
+        on_epoch: called with an `EpochReport` after every epoch, in the process of rank 0, which is this one where the
+            mode has one process. Returning False ends the run there, as a completed one. What it raises ends it as a
+            failed one. The ranks wait for it. A process of its own is sent a copy of all that it uses.
         nproc: processes on this machine, for modes with many.
         plugin: a module that registers models, data sets or tasks.
         keywords: the recipe's keys: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
@@ -222,41 +191,23 @@ def train(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RecipeError('a child of this script trains again: put train(...) under if __name__ == "__main__":')
-    if isinstance(recipe, nn.Module):
-        raise RecipeError("a model is given by its name: train(model=net, data=(train_set, val_set))")
-    options, rest = _apart(words, nproc, plugin)
-    for name, function in (("on_epoch", on_epoch), ("on_step", on_step)):
-        if function is not None and not callable(function):
-            raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
-    calls = Callbacks(on_epoch, on_step)
-    with lent(model, data) as names:
-        chosen = load(recipe, *rest, **{**names, **keywords})
-        if launching.wants_children(chosen, options["nproc"]):
-            result = _in_children(chosen, options, calls)
-        else:
-            launching.load_plugin(options["plugin"])
-            result = _in_this_process(chosen, calls)
-    if isinstance(model, nn.Module):
-        _give_back(model, result)
-    return result
-
-
-def _apart(
-    words: tuple[str, ...], nproc: int | str | None, plugin: str | None
-) -> tuple[dict[str, str | None], list[str]]:
-    """What is not the recipe's: nproc and plugin, as keywords or words."""
-    for word in words:
-        if not isinstance(word, str):
-            raise RecipeError(
-                f"words are text, as in 'epochs=2', not {type(word).__name__}: model= and data= take objects"
-            )
+    if any(not isinstance(word, str) or word.startswith(("nproc=", "plugin=")) for word in words):
+        raise RecipeError("words are a recipe's, as 'epochs=2'; model=, data=, nproc= and plugin= are keywords")
+    if on_epoch is not None and not callable(on_epoch):
+        raise RecipeError(f"on_epoch= is a function of one report, not {type(on_epoch).__name__}")
     launching.check_plugin(plugin)
-    typed, rest = split_words(words, ("nproc", "plugin"))
-    given = {"nproc": None if nproc is None else str(nproc), "plugin": plugin}
-    for key, value in given.items():
-        if value is not None and key in typed:
-            raise RecipeError(f"{key} is given twice, as a word and as a keyword: keep one")
-    return {**given, **typed}, rest
+    calls, processes = Callbacks(on_epoch), None if nproc is None else str(nproc)
+    with lent(model, data) as names:
+        chosen = load(recipe, *words, **{**names, **keywords})
+        if launching.wants_children(chosen, processes):
+            result = _in_children(chosen, plugin, processes, calls)
+        else:
+            launching.load_plugin(plugin)
+            result = _in_this_process(chosen, calls)
+    file = Path(result["output"] or "", "last.safetensors")
+    if isinstance(model, nn.Module) and result["status"] == "completed" and file.is_file():
+        initialise(bare(model), read_weights(file)[0], str(file), whole=True)
+    return result
 
 
 def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
@@ -266,31 +217,18 @@ def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
             "a process each"
         )
     try:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RecipeError(
-                "this process is in a process group of torch.distributed already, and train() makes its own: call it "
-                "before init_process_group() or after destroy_process_group(), under torchrun, or with nproc="
-            )
         with as_before():
-            return loop.run(recipe, callbacks=calls)
+            return loop.run(recipe, given=calls)
     finally:
         _here.release()
 
 
-def _in_children(recipe: Recipe, options: Mapping[str, str | None], calls: Callbacks) -> Result:
-    given = sent(recipe, options["plugin"], calls)
-    plugin = MODULE if given else options["plugin"]
+def _in_children(recipe: Recipe, plugin: str | None, nproc: str | None, calls: Callbacks) -> Result:
+    given = sent(recipe, plugin, calls)
     if calls.wanted:
         print(
-            f"{' and '.join(calls.wanted)}: called in the process of rank 0, with copies of this program's variables, "
-            "so what they change in them is not seen here; report.log() brings figures back",
+            "on_epoch: called in the process of rank 0, with copies of this program's variables, so what it changes in "
+            "them is not seen here; report.log() brings figures back",
             flush=True,
         )
-    return cast(Result, child_ranks.train_in_children(recipe, plugin, options["nproc"], given))
-
-
-def _give_back(model: nn.Module, result: Result) -> None:
-    """The caller's own module gets the last weights."""
-    file = Path(result["output"] or "", "last.safetensors")
-    if result["status"] == "completed" and file.is_file():
-        initialise(bare(model), read_weights(file)[0], str(file), whole=True)
+    return cast(Result, child_ranks.train_in_children(recipe, MODULE if given else plugin, nproc, given))

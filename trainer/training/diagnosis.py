@@ -96,7 +96,6 @@ def _own_seconds(run: Run, step: float, waited: float, update: float, budget: fl
                 with torch.cuda.device(device):
                     torch.cuda._sleep(int(CYCLES * held))  # type: ignore[no-untyped-call]
             begin = record_event()
-            run.state.updater.begin(strategy)
             loss = strategy.forward_backward(batch, 1 / run.loader.samples_per_step)
             strategy.reduce_gradients()
             middle = record_event()

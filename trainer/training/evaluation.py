@@ -62,16 +62,14 @@ def evaluate(
     batches: Iterator[Batch],
     world: World,
     boundary: Callable[[int], None] = lambda done: None,
-    look: Callable[[Tensor, Batch], None] = lambda outputs, batch: None,
+    look: Callable[[Tensor, Batch], None] | None = None,
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """The task's metrics of the model as it stands.
+    """The task's metrics of the model as it stands, its weights settled.
 
     Args:
-        strategy: its weights already settled.
         batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.
-        world: sums are added over its ranks, once.
         boundary: called after every batch with the number done.
         look: called with every batch and its outputs, on ranks that have outputs.
         sums: empty ones, to be filled for whoever wants more of them than the metrics.
@@ -88,7 +86,8 @@ def evaluate(
         outputs = forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
-            look(outputs, batch)
+            if look is not None:
+                look(outputs, batch)
         boundary(done)
     metrics, count = sums.metrics(world)
     return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}

@@ -26,8 +26,6 @@ from trainer.saving.checkpoint import State
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
 
-PARTS = (2, 5)  # samples of two parts of a batch, in which a user's loss is tried
-
 
 def initial_model(
     recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World, say: Callable[[str], None]
@@ -39,23 +37,19 @@ def initial_model(
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-
     divided = world.size > 1 or recipe.accumulate > 1 or recipe.traits.micro_batches
     tell = say if divided and world.is_main else None
 
-    def make(starting: bool = state is None) -> nn.Module:
+    def make(starting: bool = state is None, checked: bool = False) -> nn.Module:
         model = model_of(recipe, task, data, starting)
         if state is not None:
             fitted(model, state.part("model"), "the checkpoint", whole=True)
-        return model
-
-    def checked() -> nn.Module:
-        model = make()
-        check_task(task, model, data, tell)
+        if checked:
+            check_task(task, model, data, tell)
         return model
 
     if recipe.traits.exchanges == "shards" and world.size > 1:
-        return _whole_on_rank_0(checked, lambda: make(starting=False), recipe.model.name, world, say)
+        return _whole_on_rank_0(lambda: make(checked=True), lambda: make(False), recipe.model.name, world, say)
     model = make()
     broadcast_weights(model, recipe.model.name, world, say)
     check_task(task, model, data, tell)
@@ -63,18 +57,14 @@ def initial_model(
 
 
 def _whole_on_rank_0(
-    make: Callable[[], nn.Module],
-    make_alike: Callable[[], nn.Module],
-    name: str,
-    world: World,
-    say: Callable[[str], None],
+    make: Callable[[], nn.Module], alike: Callable[[], nn.Module], name: str, world: World, say: Callable[[str], None]
 ) -> nn.Module:
-    """What `make` gives on rank 0; elsewhere the same from `make_alike`, on the meta device. Collective.
+    """What `make` gives on rank 0; elsewhere the same from `alike`, on the meta device. Collective.
 
     A model that cannot be built there is built whole on every rank.
     """
     before = random_states([])
-    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(make_alike), PATIENCE)
+    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(alike), PATIENCE)
     digest = description(model) if model is not None else ""
     if digest != world.broadcast_object(digest) and model is not None:
         model, reason = None, "without values it is another model"
@@ -85,14 +75,14 @@ def _whole_on_rank_0(
         say(f"model.name={name} is built whole by each rank of a machine, which takes memory for each: {reason}")
     if model is None:
         restore_random_states(before, [])
-        model = make_alike()
+        model = alike()
     return model
 
 
 def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
     """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
-    names = data.classes
-    return model_for(recipe, task, len(names), data.channels, data.image_size, data.plain, starting, names)
+    sizes = len(data.classes), data.channels, data.image_size
+    return model_for(recipe, task, *sizes, data.plain, starting, data.classes)
 
 
 def model_for(
@@ -147,13 +137,11 @@ def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str
     except ArithmeticError:  # figures of nothing
         return
     except Exception as error:  # a user's task may raise anything at all
-        raise RecipeError(
-            f"task.name={name} fails on two samples of zeros ({type(error).__name__}: {reason(error)})"
-        ) from error
+        what = f"{type(error).__name__}: {reason(error)}"
+        raise RecipeError(f"task.name={name} fails on two samples of zeros ({what})") from error
     finally:
         model.train()
-    absent = set(task.metric_names()) - keys
-    if absent:
+    if absent := set(task.metric_names()) - keys:
         raise RecipeError(f"task.name={name}: its metrics are {', '.join(keys)}, without {', '.join(sorted(absent))}")
     if tell is not None and not _is_a_mean(task, outputs, data):
         tell(
@@ -166,34 +154,30 @@ def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str
 def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     """Whether the loss of a batch is that of two parts of it, by their samples: for random outputs of this shape, and
     targets from all over the training set. What cannot be tried is taken for one."""
-    few, count = PARTS[0], sum(PARTS)
+    few, count = 2, 7  # samples of one part of a batch, and of both
     with suppress(Exception), private_draws(), torch.no_grad():  # a user's task, or data set, may raise anything at all
-        part: Any = data.train
-        targets, some = known_labels(part, skip=False), range(0, len(part), len(part) // count)[:count]
+        train: Any = data.train
+        targets, some = known_labels(train, skip=False), range(0, len(train), len(train) // count)[:count]
         if targets is None:
-            targets = torch.stack([torch.as_tensor(part.read(n, data.channels)[1]) for n in some])
+            targets = torch.stack([torch.as_tensor(train.read(n, data.channels)[1]) for n in some])
         else:
             targets = targets[[n % len(targets) for n in some]]
         made = torch.randn(count, *outputs.shape[1:], generator=torch.Generator().manual_seed(0))
-        whole, first, second = (
-            task.loss(made[rows], targets[rows]).item() for rows in (slice(count), slice(few), slice(few, count))
-        )
+        rows = slice(count), slice(few), slice(few, count)
+        whole, first, second = (task.loss(made[part], targets[part]).item() for part in rows)
         parts = (few * first + (count - few) * second) / count
         return not math.isfinite(whole) or math.isclose(whole, parts, rel_tol=1e-3)
     return True
 
 
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
-    """The banner's line of weights that training starts from."""
-    source, names = recipe.model.init_from, data.classes
+    """The banner's lines of weights that training starts from."""
+    source, names, lines = recipe.model.init_from, data.classes, dict[str, str]()
     if source is None:
-        return {}
-    inputs = {}
+        return lines
+    known = known_classes(recipe.model, names, model)
+    lines["start"] = f"from {source}" + f", which knows {known} of these {len(names)} by name" * (known is not None)
     if recipe.model.name in AUXILIARY:  # what tensors do not tell
         without = "without transform_input, which model.weights=IMAGENET1K_V1 sets"
-        inputs["inputs"] = "with transform_input" if recipe.model.weights else without
-    known = known_classes(recipe.model, names, model)
-    if known is None:
-        return {"start": f"from {source}", **inputs}
-    new = "" if known == len(names) else "; the outputs of the others begin anew"
-    return {"start": f"from {source}, which knows {known} of these {len(names)} by name{new}", **inputs}
+        lines["inputs"] = "with transform_input" if recipe.model.weights else without
+    return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack, suppress
 from typing import cast
@@ -20,8 +19,8 @@ from trainer.saving.checkpoint import Position
 from trainer.saving.journal import COMPLETED, START, STEPS
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
-from trainer.training import diagnosis, noticing, presenting, reporting, snapshots, stopping
-from trainer.training.callbacks import Callbacks, of_caller
+from trainer.training import callbacks, diagnosis, noticing, presenting, reporting, snapshots, stopping
+from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
 from trainer.training.memory_needs import shortage_explained
 from trainer.training.rank_sync import RankSync, save_and_stop
@@ -30,18 +29,18 @@ from trainer.training.run import Run
 from trainer.training.setup import note_end, prepare
 
 
-def run(recipe: Recipe, own_process: bool = False, callbacks: Callbacks | None = None) -> Result:
+def run(recipe: Recipe, own_process: bool = False, given: Callbacks | None = None) -> Result:
     """Train in this process, as the rank that the environment says; returns rank 0's result on every rank.
 
     `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot;
-    `callbacks` are a program's, by default of the one that started this rank.
+    `given` is a program's callback, by default of the one that started this rank.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
         if not own_process:  # later errors of the program are not this run's
             closing.callback(stacks.write_to, None)
         try:
-            this = prepare(recipe, interrupts, closing, callbacks or of_caller())
+            this = prepare(recipe, interrupts, closing, given or callbacks.received)
             if not own_process:  # in a program that goes on no worker is left, however the run ends
                 closing.callback(this.loader.close)
             with shortage_explained(this.resolved, this.state):
@@ -118,29 +117,23 @@ def train_epoch(run: Run, epoch: int) -> None:
         strategy.after_step(step)
         if state.average is not None:
             state.average.update(step)
-        unlogged.append(state.updater.counted(loss))
+        unlogged.append(loss)
         run.timer.step(waited)
         state.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
         if log or save or step >= sync.next:
-            agreed = sync.after_step(log)
-            agreed.check(run)
-            over, mean = agreed.late, agreed.mean
+            agreed, steps_since = sync.after_step(log), len(unlogged)
+            mean = agreed.loss / steps_since
             with run.ledger.span("logging"):
                 if log:
                     history.epoch_loss += agreed.loss
-                    history.epoch_steps += agreed.steps
+                    history.epoch_steps += steps_since
                     unlogged.clear()
                     reporting.log_step(run, mean, lr, norm, agreed.window)
-                    over |= not reporting.report_step(run, mean, lr, agreed.window)
                 run.tracker.progress(step, epoch + 1, mean, reporting.images_per_second(run, agreed.window))
             if agreed.stop is not None:
                 save_and_stop(run, agreed.stop)
-            if over:
-                state.total_steps = step
-                return
-            save = save or (agreed.save and step_in_epoch < stop)
         if save:
             with run.ledger.span("saving"):
                 snapshots.save(run)
@@ -155,8 +148,6 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
         history.epoch_loss, history.epoch_steps = 0.0, 0
-    elif len(history.losses) == epoch and history.nonfinite:  # every step was skipped
-        history.losses.append(math.nan)
     if run.recipe.pipeline.timeline:
         steps = run.strategy.timeline()
         if steps and tracker.path is not None:
@@ -178,7 +169,9 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if improved:
         history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
     values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
-    values |= {"speed/val_samples_per_sec": speed} | reporting.goodput(run)
+    values |= {"speed/val_samples_per_sec": speed}
+    if goodput := tracker.journal.goodput():
+        values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     state.position = Position(step, epoch + 1, 0)
@@ -206,7 +199,6 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
 
     The epoch `then` trains afterwards: its first batches are read meanwhile.
     """
-    look = {"look": mistakes.add} if mistakes is not None else {}
     run.interrupts.beat()
     averages = run.state.averages()
     run.strategy.settle(averages)
@@ -225,7 +217,8 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
         with run.strategy.weights(averages):
             sums, batches = Sums(run.task), run.loader.evaluation(then)
             run.forward.begin(total)
-            figures = evaluate(run.strategy, batches, run.world, boundary, **look, sums=sums, forward=run.forward)
+            look = mistakes.add if mistakes is not None else None
+            figures = evaluate(run.strategy, batches, run.world, boundary, look, sums, run.forward)
             noticing.note_classes(run, sums)
             return figures
     except (Interrupted, Preempted) as error:
@@ -235,12 +228,11 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
 
 def note_skipped(run: Run) -> None:
     """Unreadable images and uncached photos since the last epoch, over all ranks."""
-    now = run.loader.skipped, run.loader.uncached
-    fresh = torch.tensor([now[0] - run.counted[0], now[1] - run.counted[1]], dtype=torch.float64)
+    now = torch.tensor([run.loader.skipped, run.loader.uncached])
+    skipped, uncached = run.world.sum_((now - run.counted).double()).long().tolist()
     run.counted = now
-    skipped, uncached = run.world.sum_(fresh).tolist()
-    run.state.history.skipped += int(skipped)
-    run.state.history.uncached += int(uncached)
+    run.state.history.skipped += skipped
+    run.state.history.uncached += uncached
 
 
 def note_memory(run: Run) -> None:

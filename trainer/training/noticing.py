@@ -28,17 +28,6 @@ def note_classes(run: Run, sums: Sums) -> None:
         run.noticed.classes = [*run.noticed.classes, counts][-2:]
 
 
-def note_skipped_steps(run: Run, steps: Sequence[int]) -> None:
-    """Tell of steps that were skipped as not finite, and remember them; those that are known already are no news."""
-    known, allowed = run.state.history.nonfinite, run.recipe.tolerated
-    fresh = sorted({*steps} - {*known})[: max(0, allowed + 1 - len(known))]  # after one too many all are left out
-    known += fresh
-    if fresh and len(known) <= allowed:
-        run.noticed.announced.add("not finite")
-        text = f"step {', '.join(map(str, fresh))}: a loss or gradient was not finite, so all ranks left it out"
-        _notice(run, "not finite", f"{text} ({len(known)} of on_nonfinite={run.recipe.on_nonfinite})")
-
-
 def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
     """What each rank took for its part of the last steps, as `RankWatch.add` has it: name one that is slow for long.
 
@@ -88,13 +77,12 @@ def _facts(run: Run, over: bool) -> Facts:
         warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
         strain=run.noticed.strain,
         threads=run.world.threads if run.world.device.type == "cpu" else 1,
-        skipped=run.state.history.nonfinite,
     )
     if run.datasets.synthetic:  # made-up images teach nothing
         return facts
     facts = replace(
         facts,
-        losses=[loss for loss in history.losses if math.isfinite(loss)],  # of an epoch that was left out it is NaN
+        losses=[loss for loss in history.losses if math.isfinite(loss)],
         classes=task.outputs() if unweighted else None,
         names=run.datasets.classes,
         validation=history.latest,

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from trainer.errors import CheckpointError
+from trainer.optim.optimizers import optimizer_state
 from trainer.processes.rank import job_id
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -63,17 +64,15 @@ class OptimizerState(Part):
     name, saved_by, trains = "optimizer", "all", True
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return self.state.optimizer_tensors()
+        return optimizer_state(self.state.optimizer, self.state.parameters)
 
     def restore(self, saved: State) -> None:
         try:
             self.state.strategy.scatter(saved.part(self.name), self.tensors())
         except ValueError as error:
-            reason = f"the checkpoint's optimizer state does not fit: {error} in it"
-            if not self.recipe.resume_weights_only:
-                advice = "resume_weights_only=true continues with its weights and a fresh optimizer"
-                raise CheckpointError(f"{reason}; {advice}") from None
-            self.say(f"  only the weights are continued; the optimizer starts from scratch: {reason}")
+            raise CheckpointError(
+                f"the checkpoint's optimizer state does not fit: {error} in it (weights alone: model.init_from=RUN)"
+            ) from None
 
 
 class OuterOptimizer(Part):
@@ -87,11 +86,9 @@ class OuterOptimizer(Part):
     def restore(self, saved: State) -> None:
         before, kept = saved.part(self.name), self.tensors()
         self.state.strategy.load_outer_state(before)
-        if kept and not before:
-            self.say("  local_sgd's outer optimizer starts anew from these weights: the checkpoint holds none")
-        if before and not kept:
-            where = f"mode={self.recipe.mode}" if self.world.size > 1 else "one process"
-            self.say(f"  {where} has no outer optimizer: the momentum of local_sgd's averagings is dropped")
+        if bool(kept) != bool(before):
+            became = "starts anew: the checkpoint holds none" if kept else "is dropped: this run has none"
+            self.say(f"  local_sgd's outer optimizer {became}")
 
 
 class Scaler(Part):
@@ -103,7 +100,10 @@ class Scaler(Part):
         return self.state.updater.state()
 
     def restore(self, saved: State) -> None:
-        self.state.updater.load(saved.tensors.get(self.name, {}))
+        before = saved.tensors.get(self.name, {})
+        for name, tensor in self.tensors().items():
+            if name in before:
+                tensor.copy_(before[name])
 
 
 class Averages(Part):
@@ -174,11 +174,7 @@ class Remembered(Part):
         # Before there were tasks, the best was a top-1 accuracy by name.
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python({**history, "best": best})
-        known = len(state.history.nonfinite)
-        state.updater.skipped.fill_(min(self.recipe.tolerated, known))  # the next one is one too many
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")
-        if state.history.lr_factor != 1:
-            self.say(f"  learning rate: {state.history.lr_factor:.3g} times the schedule's, as a callback chose")
 
 
 class OfRank(Part):
@@ -193,11 +189,10 @@ class OfRank(Part):
 
     def tensors(self) -> Mapping[str, Tensor]:
         unlogged = torch.stack(self.state.unlogged) if self.state.unlogged else torch.zeros(0)
-        return {**random_states(self.world.drives), "unlogged": unlogged, **self._private()}
+        return {**random_states(self.world.drives), "unlogged": unlogged, **self._of_mode()}
 
-    def _private(self) -> dict[str, Tensor]:
-        kinds = self.recipe.traits.private
-        parts = (kind(self.resolved, self.state) for kind in PARTS if kind.name in kinds)
+    def _of_mode(self) -> dict[str, Tensor]:
+        parts = (kind(self.resolved, self.state) for kind in PARTS if kind.name in self.recipe.traits.private)
         return {f"{part.name}:{name}": tensor for part in parts for name, tensor in part.tensors().items()}
 
     def facts(self) -> dict[str, Any]:
@@ -208,22 +203,22 @@ class OfRank(Part):
         if was != {key: now[key] for key in now if key in was}:  # older ones do not tell of stages
             self.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
             seed_ranks(self.recipe.seed + self.state.position.step, self.world.rank)
-            # Losses of other ranks than there are now: rank 0 takes their sum; a skipped step's is NaN on all ranks.
+            # Losses of other ranks than there are now: rank 0 takes their sum.
             total = torch.stack([_of_rank(saved, rank)["unlogged"] for rank in range(was["world_size"])]).sum(0)
             self._take_losses(total if self.world.is_main else total * 0)
             return
         mine = _of_rank(saved, self.world.rank)
         if fresh := restore_random_states(mine, self.world.drives):
-            names = ", ".join(map(str, fresh))
-            self.say(f"  the checkpoint holds no random state of {names}: random streams (dropout) start anew there")
+            self.say(f"  random streams (dropout) start anew on {', '.join(map(str, fresh))}: none was saved")
         with torch.no_grad():
-            for name, tensor in self._private().items():
+            for name, tensor in self._of_mode().items():
                 if name in mine:  # an optimizer that starts anew has other tensors
                     tensor.copy_(mine[name])
         self._take_losses(mine["unlogged"])
 
     def _take_losses(self, losses: Tensor) -> None:
-        self.state.unlogged = list(losses.to(self.world.device).unbind())
+        known = losses[~losses.isnan()]  # earlier versions could leave out steps as not finite
+        self.state.unlogged = list(known.to(self.world.device).unbind())
 
 
 PARTS: tuple[type[Part], ...] = (

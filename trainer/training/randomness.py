@@ -41,17 +41,16 @@ def as_before() -> Iterator[None]:
     """Behind this block generators, threads and torch's switches are as they were: a run in a program sets its own."""
     seen = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if seen else []
-    states, threads = random_states(devices), torch.get_num_threads()
+    states, threads, benchmark = random_states(devices), torch.get_num_threads(), torch.backends.cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, tf32 = torch.backends.cudnn.benchmark, None
+    tf32 = None
     with suppress(RuntimeError):  # set by torch's newer names, which these cannot tell
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    compiler: Any = sys.modules.get("torch._inductor.config")
-    raceless = getattr(compiler, "deterministic", False)
+    raceless = getattr(sys.modules.get("torch._inductor.config"), "deterministic", False)
     try:
         yield
     finally:
-        compiler = sys.modules.get("torch._inductor.config")
+        compiler: Any = sys.modules.get("torch._inductor.config")
         if compiler is not None:
             compiler.deterministic = raceless
         restore_random_states(states, devices)

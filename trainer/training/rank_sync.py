@@ -11,7 +11,6 @@ import torch
 from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
 from trainer.training import noticing, snapshots
 from trainer.training.run import Run
-from trainer.training.speed_test import SECONDS
 
 
 class Told(NamedTuple):
@@ -22,9 +21,7 @@ class Told(NamedTuple):
     bad: float  # a loss or gradient was not finite
     interrupted: float  # by Ctrl-C
     stopped: float  # by any signal
-    late: float  # a measurement of speed has used up its time
     unsaved: float  # a save has failed
-    due: float  # time to save
 
 
 @dataclass(frozen=True)
@@ -32,30 +29,12 @@ class Agreed:
     """What all ranks know at the same step."""
 
     loss: float  # summed over the ranks and over the steps since the last logged one; 0 within an evaluation
-    steps: int  # of which it is the sum: those that were not skipped as not finite
     finite: bool  # whether all losses and gradients of these were
     stop: type[TrainerError] | None  # the signal to stop at, if one came
-    late: bool  # whether a mere measurement of speed has used up its time
-    save: bool  # whether it is time to
     # Of each, where all do the same work, the seconds of a step, of waiting for data in it, and of its forward pass.
     ranks: list[list[float]]
     # This rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up
-    window: tuple[int, float, float] = (0, 0.0, 0.0)
-
-    @property
-    def mean(self) -> float:
-        """Loss of a step; NaN where all were skipped."""
-        return self.loss / self.steps if self.steps else math.nan
-
-    def check(self, run: Run) -> None:
-        """Raises NotFiniteError on every rank, if on any."""
-        if not self.finite:
-            once_more = f", once more than on_nonfinite={run.recipe.on_nonfinite} allows" * bool(run.recipe.tolerated)
-            raise NotFiniteError(
-                f"a loss or gradient was not finite at step {run.state.position.step} or shortly before{once_more}; "
-                f"nothing was saved over. Try optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, "
-                "or clip_grad_norm=1"
-            )
+    window: tuple[int, float, float]
 
 
 class RankSync:
@@ -68,13 +47,14 @@ class RankSync:
         self._window = (0, 0.0, 0.0)
 
     def after_step(self, log: bool) -> Agreed:
-        """Synchronise after a training step, with the losses since the last logged one."""
+        """Synchronise after a training step, with the losses since the last logged one.
+
+        Raises:
+            NotFiniteError: on every rank, where a loss or gradient of any is not finite.
+        """
         run, step = self.run, self.run.state.position.step
         run.world.heartbeat()
-        by_step = dict(enumerate(torch.stack(run.state.unlogged).tolist(), step - len(run.state.unlogged) + 1))
-        if run.recipe.tolerated:
-            noticing.note_skipped_steps(run, [number for number, loss in by_step.items() if math.isnan(loss)])
-        losses = [loss for number, loss in by_step.items() if number not in run.state.history.nonfinite]
+        losses = torch.stack(run.state.unlogged).tolist()
         bad = run.state.updater.is_bad()
         steps, seconds, waited = run.timer.stop()
         run.ledger.note_steps(steps, seconds, waited)
@@ -84,7 +64,12 @@ class RankSync:
         first = run.timer.seen <= max(1, steps)
         pace, watch = seconds / max(1, steps), run.strategy.forward_watch
         mine = None if watch is None else (pace, waited / max(1, steps), watch.lap())
-        agreed = self.exchange(step, pace, math.fsum(losses), len(losses), bad, first, mine)
+        agreed = self.exchange(step, pace, math.fsum(losses), bad, first, mine)
+        if not agreed.finite:
+            raise NotFiniteError(
+                f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. Try "
+                f"optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
+            )
         if agreed.ranks and not first:
             with run.ledger.span("logging"):
                 noticing.watch_ranks(run, steps, agreed.ranks)
@@ -97,7 +82,6 @@ class RankSync:
         done: int,
         seconds: float,
         loss: float = 0.0,
-        steps: int = 0,
         bad: bool = False,
         first: bool = False,
         mine: tuple[float, float, float] | None = None,
@@ -107,13 +91,9 @@ class RankSync:
         `done` are steps, or batches of an evaluation, and `seconds` those of one lately; in the `first` of all much is
         made ready. `mine` is this rank's part of `Agreed.ranks`.
         """
-        run, window = self.run, self._window
-        received = run.interrupts.received
-        measured = [*run.timer.early, *run.timer.steps][1:]  # without the first two steps, in which all is made ready
-        late = run.speed_only and run.world.is_main and sum(measured) > SECONDS
-        due = run.world.is_main and snapshots.is_due(run)
+        run, received = self.run, self.run.interrupts.received
         signals = (received is not None and received.name == "SIGINT", received is not None)
-        told = Told(loss, seconds, bad, *signals, late, run.saver.error is not None, due)
+        told = Told(loss, seconds, bad, *signals, run.saver.error is not None)
         parts = torch.zeros(run.world.size if mine else 0, 3, dtype=torch.float64)  # each rank adds its own to zeros
         if mine:
             parts[run.world.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -129,8 +109,7 @@ class RankSync:
             run.tracker.say(slow)
         stop = Interrupted if every.interrupted else Preempted if every.stopped else None
         finite = not every.bad and math.isfinite(every.loss)
-        ranks = summed[len(told) :].view(-1, 3).tolist()
-        return Agreed(every.loss, steps, finite, stop, every.late > 0, every.due > 0, ranks, window)
+        return Agreed(every.loss, finite, stop, summed[len(told) :].view(-1, 3).tolist(), self._window)
 
 
 def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
@@ -139,10 +118,7 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
         snapshots.save(run)
         snapshots.finish_saving(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
-    saved = (
-        f"; saved step {run.state.position.step}: continue with output={folder} resume=auto"
-        if not run.speed_only
-        else ""
-    )
+    again = f"; saved step {run.state.position.step}: continue with output={folder} resume=auto"
+    saved = "" if run.speed_only else again
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

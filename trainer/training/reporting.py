@@ -20,7 +20,7 @@ from trainer.tasks.task import figure
 from trainer.telemetry.readable import as_size, duration, number
 from trainer.telemetry.verdict import StepParts, shares
 from trainer.training import wrong_labels
-from trainer.training.callbacks import EpochReport, StepReport
+from trainer.training.callbacks import EpochReport
 from trainer.training.evaluation import metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -57,7 +57,11 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
         utilisation = _mfu(run, speed)
         if utilisation is not None:
             values["speed/mfu_pct"] = 100 * utilisation
-        values |= _step_parts(run, window, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100))
+        # Milliseconds of a step by what they go to. Communication counts as computing: only the end knows it.
+        step, bubble = seconds / steps, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100)
+        parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
+        shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
+        values |= {f"speed/part_{name}_ms": 1e3 * step * parts[name] for name in shown if name in parts}
     run.tracker.step(
         {
             "step": run.state.position.step,
@@ -73,53 +77,20 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
 
 
 def report_epoch(run: Run, epoch: int, best: bool) -> bool:
-    """Call the program's `on_epoch`; whether training goes on. Collective."""
-    history = run.state.history
-    report = EpochReport(
-        epoch=epoch + 1,
-        epochs=run.recipe.epochs,
-        step=run.state.position.step,
-        train_loss=history.losses[-1],
-        metrics=metrics_of(history.validation),
-        best=best,
-        seconds=run.state.seconds(),
-    )
-    return _asked(run, report)
-
-
-def _asked(run: Run, report: EpochReport | StepReport) -> bool:
-    """Let the program see a report, and do what it asks for; whether training goes on. Collective."""
+    """Call the program's `on_epoch` and do what it asks for; whether training goes on. Collective."""
+    history, step = run.state.history, run.state.position.step
+    metrics, seconds = metrics_of(history.validation), run.state.seconds()
+    report = EpochReport(epoch + 1, run.recipe.epochs, step, history.losses[-1], metrics, best, seconds)
     answer = run.callbacks.report(run.world, report)
-    run.state.history.lr_factor *= answer.lr_factor
-    run.state.history.logged |= answer.logged
-    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, run.state.position.step)
+    history.logged |= answer.logged
+    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, step)
     return answer.go_on
-
-
-def report_step(run: Run, loss: float, lr: float, window: tuple[int, float, float]) -> bool:
-    """Call the program's `on_step` with the values of `log_step`; whether training goes on. Collective."""
-    if "on_step" not in run.callbacks.wanted:
-        return True
-    speed = images_per_second(run, window)
-    report = StepReport(run.state.position.step, run.state.total_steps, run.state.position.epoch + 1, loss, lr, speed)
-    goes_on = _asked(run, report)
-    run.timer.start()  # the program's time is no step's
-    return goes_on
 
 
 def images_per_second(run: Run, timed: tuple[int, float, float]) -> float | None:
     """Images a second of all devices in a window, which is as in `log_step`; None before warm-up is over."""
     steps, seconds, _ = timed
     return steps * run.loader.samples_per_step / seconds if seconds else None
-
-
-def _step_parts(run: Run, timed: tuple[int, float, float], bubble: float) -> dict[str, float]:
-    """Milliseconds of a step by what they go to. Communication counts as computing: only the end knows it."""
-    steps, seconds, waited = timed
-    step = seconds / steps
-    parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
-    shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
-    return {f"speed/part_{name}_ms": 1e3 * step * fraction for name, fraction in parts.items() if name in shown}
 
 
 def idle_share(run: Run, measured: float) -> float:
@@ -203,12 +174,6 @@ def parts(run: Run) -> dict[str, float]:
     apart = {"start-up": sum(seconds for part, seconds in ledger.items() if part.startswith(START))}
     apart |= {name: ledger.get(name, 0.0) for name in ("evaluation", "averaging", "saving")}
     return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
-
-
-def goodput(run: Run) -> dict[str, float]:
-    """TensorBoard's value, on rank 0."""
-    total = run.tracker.journal.goodput()
-    return {"speed/goodput_pct": 100 * total["fraction"]} if total else {}
 
 
 def saves(run: Run) -> dict[str, float] | None:

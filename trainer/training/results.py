@@ -37,61 +37,40 @@ class Result(Metrics):
     steps: Annotated[int, "steps completed"]
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, if it failed"]
-    ended_by: Annotated[
-        str | None,
-        "why it completed: `epochs`, `max_steps`, `stop.patience`, `callback`; `speed` if only that was measured",
-    ]
+    ended_by: Annotated[str | None, "`epochs`, `max_steps`, `stop.patience`, `callback` or `speed`, if it completed"]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "name of the task"]
     data: Annotated[
         dict[str, Any],
-        "its `name`, whether it is `synthetic`, `train_samples`, `val_samples`, how often an unreadable image was "
-        "`skipped`, and how often one was not in the cache (`uncached`)",
+        "`name`, `synthetic`, `train_samples`, `val_samples`, times that an unreadable image was left out (`skipped`), "
+        "that one was not in the cache (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean loss of the last epoch"]
     best_epoch: Annotated[int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"]
-    throughput: Annotated[
-        dict[str, Any] | None,
-        "images/s over all devices, `per_device`, their standard deviation `std` (null for one window), `threads`",
-    ]
+    throughput: Annotated[dict[str, Any] | None, "images/s: `samples_per_sec`, its `std`, `per_device`, `threads`"]
     step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
     data_wait_fraction: Annotated[float | None, "share of a step's time spent waiting for images"]
     launch_bound_fraction: Annotated[
-        float | None,
-        "largest share of a step's time in which the GPU may wait for Python to launch its kernels; what a measurement "
-        "found is `launches` in the verdict; null without a GPU",
+        float | None, "largest share of a step in which the GPU may wait for launches; null without a GPU"
     ]
-    short: Annotated[
-        bool,
-        "true if the run was too short for logging.warmup_steps, so that speed figures leave out only its first step",
-    ]
-    graphs: Annotated[
-        str | None,
-        "`replayed` or `launched`: how steps were computed at the end; null if the device has no CUDA graphs",
-    ]
+    short: Annotated[bool, "true if the run was too short for logging.warmup_steps: speeds leave out its first step"]
+    graphs: Annotated[str | None, "`replayed` or `launched`: how steps were computed at the end; null without a GPU"]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
     mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
-    pipeline: Annotated[
-        dict[str, Any] | None,
-        "`stages`, `cuts`, `microbatches`, the bubble and more; null if the model is in one piece",
-    ]
+    pipeline: Annotated[dict[str, Any] | None, "stages, cuts, bubble and more; null if the model is in one piece"]
     losses: Annotated[list[float | None], "mean training loss of each epoch"]
-    nonfinite_steps: Annotated[int, "steps left out because a loss or gradient was not finite: see on_nonfinite"]
+    nonfinite_steps: Annotated[int, "steps that an earlier version left out, since a loss or gradient was not finite"]
     logged: Annotated[dict[str, float | None], "last values of what your callbacks logged, by name"]
     seconds: Annotated[float, "of the whole run, before and after interruptions"]
-    seconds_in: Annotated[
-        dict[str, float], "since the last interruption: start-up, steps, evaluation, averaging, saving"
-    ]
+    seconds_in: Annotated[dict[str, float], "seconds of each part since the last interruption"]
     save: Annotated[
         dict[str, float] | None,
-        "since the last interruption: number of saves (`count`), mean seconds that a save paused training "
-        "(`blocked_s`) and until its files were written (`seconds`)",
+        "since the last interruption: saves (`count`), mean seconds that one paused training (`blocked_s`) and took",
     ]
     goodput: Annotated[
         dict[str, Any] | None,
-        "over all attempts of the run: the `fraction` of its time `wall_s` that went into useful steps, the "
-        "`seconds` of each part, the number of `attempts` and their `ends`, `notes` on what is not counted: see "
-        "[resume](resume.md#goodput-where-the-time-went)",
+        "over all attempts: `fraction` of the time `wall_s` in useful steps, `seconds` of each part, `attempts`, "
+        "`ends`, `notes`: see [resume](resume.md#goodput-where-the-time-went)",
     ]
     verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
     warnings: Annotated[dict[str, str], "what went wrong, in sentences; empty if nothing was noticed"]

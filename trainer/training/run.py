@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from trainer.data import Loader
 from trainer.devices.strain import Strain, StrainMeter
 from trainer.processes.interrupts import Interrupts
@@ -76,10 +78,8 @@ class Run:
         self.tracker, self.timer, self.ledger = observer.tracker, observer.timer, observer.ledger
         self.noticed, self.strategy = observer.noticed, state.strategy
         self.saver = Saver(self.world.rank, self.recipe.timeout)
-        self.steps = Steps(self.recipe, self.strategy, state.updater, state.optimizer, self.tracker.say)
+        self.steps = Steps(self.recipe, self.strategy, state.updater, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
-        self.counted = 0, 0  # unreadable images and uncached photos of this rank that the history has
-
-    def nothing_new(self) -> bool:
-        """Whether a checkpoint holds all that was trained."""
-        return self.saver.committed == self.state.position.step
+        self.counted = torch.zeros(
+            2, dtype=torch.int64
+        )  # unreadable images and uncached photos of this rank that the history has

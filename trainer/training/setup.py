@@ -4,12 +4,11 @@ is built; `build` data, model, mode and optimizer; `begin`. For training, evalua
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from trainer import modes, tasks
@@ -43,12 +42,13 @@ from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
 from trainer.training import banner, presenting, reporting, resuming
 from trainer.training.callbacks import Callbacks
-from trainer.training.initial_model import initial_model, model_of, starting_notes
+from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
-from trainer.training.speed_test import speed_recipe
 from trainer.training.state import Resolved, TrainState
+
+SPEED_STEPS = 20  # where there is no data
 
 
 def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
@@ -143,12 +143,23 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     reasons |= _changes(before, recipe, "by the cache")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
-        with torch.random.fork_rng(devices=[]):
-            model = model_of(recipe, task, data)
-        before, recipe = recipe, speed_recipe(recipe, model, data, world, tracker.say)
+        before, recipe = recipe, speed_recipe(recipe, data, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
     tracker.settle(recipe)
     return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
+
+
+def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
+    """Where the data is missing: the recipe's model, global batch and image size on synthetic images, for 20 steps."""
+    steps = min(SPEED_STEPS, recipe.max_steps or SPEED_STEPS)
+    say(
+        f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
+        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; {steps} steps (max_steps=N: "
+        "fewer); no augmentation, no checkpoint. To train: data.root=/path/to/images"
+    )
+    plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
+    recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
+    return recipe.replace(max_steps=steps, resume=None)
 
 
 def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
@@ -177,11 +188,11 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     facts = facts_of(model, resolved)
     example = data.example(most_rows(recipe, resolved.shard.count))
     context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
-    strategy, optimizer, updater = wire(context, model)
+    strategy, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.shard.count // world.size)
     loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
-    state = TrainState(resolved, strategy, optimizer, updater, ledger.begun)
+    state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
@@ -191,7 +202,9 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
     recipe, data = resolved.recipe, resolved.datasets
     cards = cards_of(resolved.world, recipe.precision)
     lines = starting_notes(recipe, data, model) if resolved.checkpoint is None else {}
-    lines |= notes(model, recipe) | emulated(cards)
+    lines |= notes(model, recipe)
+    if slow := [name for name, (_, emulates) in cards.items() if emulates]:
+        lines["bf16"] = f"emulated, slowly, by {', '.join(slow[:8])}: use precision=fp16 or fp32"
     peak, flops = utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(size, normalises_batches(model), lines, flops, peak)
@@ -215,12 +228,13 @@ def begin(run: Run) -> None:
     if resolved.checkpoint is not None:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(resolved, state, resolved.checkpoint)
-    run.saver.committed, run.interrupts.nothing_new = state.position.step, run.nothing_new
+    run.saver.committed = state.position.step
+    run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step  # a checkpoint holds all
     tracker.start(state.position, state.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
 
 
-def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Optimizer, Updater]:
+def wire(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
     """Give a model to the context's mode, and an optimizer to what this rank has of it."""
     recipe, device = context.recipe, context.world.device
     if context.world.size > 1:
@@ -230,40 +244,27 @@ def wire(context: Context, model: nn.Module) -> tuple[Strategy, torch.optim.Opti
     roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
     strategy.setup(model)
     optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
-    return strategy, optimizer, Updater(optimizer, recipe, strategy.home, scaler)
+    return strategy, Updater(optimizer, recipe, strategy.home, scaler)
 
 
-class Card(NamedTuple):
-    """What a card makes of the recipe's precision."""
-
-    peak: float | None  # FLOP/s
-    emulates: bool
-
-
-def cards_of(world: World, precision: str) -> dict[str, Card]:
-    """Each card of the run by its name, on every rank; workers that share one count once. Empty on the CPU."""
+def cards_of(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
+    """Each card's peak FLOP/s and whether it emulates this precision, by name, on every rank; workers that share one
+    count once. Empty on the CPU."""
     if world.device.type != "cuda":
         return {}
     mine = {
-        name.partition("#")[0]: Card(peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
+        name.partition("#")[0]: (peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
         for name, device in world.driven().items()
     }
-    cards: dict[str, Card] = world.broadcast_object(
-        {name: card for part in world.gather(mine) for name, card in part.items()}
-    )
-    return cards
+    together = {name: card for part in world.gather(mine) for name, card in part.items()}
+    return dict(world.broadcast_object(together))
 
 
-def emulated(cards: Mapping[str, Card]) -> dict[str, str]:
-    """The banner's line of cards without bf16."""
-    names = [name for name, card in cards.items() if card.emulates]
-    advice = "emulated, which is slow: these cards have no bf16; use precision=fp16 or fp32"
-    return {"bf16": f"{', '.join(names[:8])}: {advice}"} if names else {}
-
-
-def utilisation_base(model: nn.Module, data: Datasets, cards: Mapping[str, Card]) -> tuple[float | None, int]:
+def utilisation_base(
+    model: nn.Module, data: Datasets, cards: Mapping[str, tuple[float | None, bool]]
+) -> tuple[float | None, int]:
     """The cards' peak FLOP/s together and one image's FLOPs in training, where both can be known."""
-    peaks = [card.peak for card in cards.values() if card.peak is not None]
+    peaks = [peak for peak, _ in cards.values() if peak is not None]
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:

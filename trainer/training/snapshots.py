@@ -6,30 +6,26 @@ Collective: all ranks call these at the same step, and each writes what it holds
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from trainer.data import Datasets
 from trainer.data.photos.photo_reader import shorter_side_of
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import bare
-from trainer.processes.resources import cores
 from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
 from trainer.saving.files import writing
-from trainer.saving.saver import Cost, Save, Saver
+from trainer.saving.saver import Save, Saver
 from trainer.saving.tensor_files import Piece, require_finite
 from trainer.telemetry.clocks import synchronise
 from trainer.training.parts import PARTS
 from trainer.training.run import Run
 
 Parts = dict[str, dict[str, Piece]]  # by the name of a file without its ending, then by plain name
-FIRST = 60.0  # seconds until the first save at most, before it is known what one costs
 
 
 def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
@@ -69,44 +65,13 @@ def finish_saving(run: Run) -> None:
             saver.wait()
         if world.max_(torch.tensor(float(saver.error is not None))).item():
             saver.leave(patience=0.0)
-        _log_cost(run, saver.wait())
+        if (cost := saver.wait()) is not None:
+            run.tracker.scalars({"save/blocked_s": cost.blocked, "save/seconds": cost.seconds}, cost.step)
         try:
             world.raise_any(saver.error)
         except Exception:
             saver.remove_draft()  # no rank writes any more
             raise
-
-
-def is_due(run: Run) -> bool:
-    """Whether save.every=auto wants a save now, by this rank's clock."""
-    _log_cost(run, run.saver.done())
-    return run.recipe.save.every == "auto" and time.perf_counter() - run.saver.begun > _interval(run)[0]
-
-
-def _log_cost(run: Run, cost: Cost | None) -> None:
-    if cost is None:
-        return
-    run.tracker.scalars({"save/blocked_s": cost.blocked, "save/seconds": cost.seconds}, cost.step)
-    if run.recipe.save.every == "auto" and len(run.saver.costs) == 1:
-        run.tracker.say(f"  save.every=auto: {_interval(run)[1]}")
-
-
-def _interval(run: Run) -> tuple[float, str]:
-    """Seconds between saves that lose the least time, to saves and to steps that a failure undoes; how it is computed.
-
-    Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974). On the CPU a save also
-    costs what its thread takes of all cores, between which the system moves it.
-    """
-    costs, hours = run.saver.costs, run.recipe.save.mttf_hours
-    if not costs:
-        return min(FIRST, 3600 * hours / 20), ""
-    part = 1 / cores() if run.world.device.type == "cpu" else 0.0
-    cost = sum(cost.blocked + cost.cpu * part for cost in costs) / len(costs)
-    seconds = math.sqrt(2 * cost * 3600 * hours)
-    return seconds, (
-        f"a save costs {cost:.2g} s and a failure comes every {hours:g} h (save.mttf_hours), so one every "
-        f"sqrt(2 x {cost:.2g} s x {3600 * hours:,.0f} s) = {seconds:.0f} s"
-    )
 
 
 def _copied(run: Run, sealed: bool) -> Parts:
@@ -129,7 +94,8 @@ def _copied(run: Run, sealed: bool) -> Parts:
     if world.grid.size("replicas") < world.size:
         parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
     own = {"each", "main"} if world.is_main else {"each"}
-    parts |= {part.name: _uncut(part.tensors()) for part in every if part.saved_by in own}
+    for part in (part for part in every if part.saved_by in own):
+        parts[part.name] = {name: Piece(tensor, tensor.shape) for name, tensor in part.tensors().items()}
     return on_host(run.saver, parts, world.drives)
 
 
@@ -145,10 +111,6 @@ def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Part
     }
     synchronise(devices)
     return {stem: pieces for stem, pieces in copies.items() if pieces}
-
-
-def _uncut(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    return {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _begin(run: Run, sealed: bool) -> tuple[Path, Path | None, bool]:
@@ -186,11 +148,8 @@ def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[
 
 def _state(run: Run, parts: Parts) -> State:
     of_ranks = {stem: pieces for stem, pieces in parts.items() if OF_RANK.fullmatch(stem)}
-    tensors = {
-        stem: {name: piece.local for name, piece in pieces.items()}
-        for stem, pieces in parts.items()
-        if stem not in of_ranks
-    }
+    whole = {stem: pieces for stem, pieces in parts.items() if stem not in of_ranks}
+    tensors = {stem: {name: piece.local for name, piece in pieces.items()} for stem, pieces in whole.items()}
     facts = {name: fact for kind in PARTS for name, fact in kind(run.resolved, run.state).facts().items()}
     return State(run.state.position, tensors, facts, of_ranks)
 

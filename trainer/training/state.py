@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from trainer.data import Datasets, Shard
 from trainer.modes import Strategy
 from trainer.optim.optimization import MovingAverage, Updater, total_steps
-from trainer.optim.optimizers import optimizer_state
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
@@ -51,24 +49,17 @@ class History:
     skipped: int = 0  # unreadable images
     uncached: int = 0  # photos that a cache did not give
     logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
-    nonfinite: list[int] = field(default_factory=list)  # steps that were skipped as not finite
-    lr_factor: float = 1.0  # of the schedule's learning rate, as callbacks chose
+    nonfinite: list[int] = field(default_factory=list)  # steps that an earlier version left out as not finite
+    lr_factor: float = 1.0  # of the learning rate, which callbacks of earlier versions could change
 
 
 class TrainState:
     """What training changes. What a checkpoint holds of it is declared in `parts`."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
-        updater: Updater,
-        begun: float,
-    ) -> None:
+    def __init__(self, resolved: Resolved, strategy: Strategy, updater: Updater, begun: float) -> None:
         """`begun` is the time.perf_counter() at which this part of the run began."""
         recipe = resolved.recipe
-        self.strategy, self.optimizer, self.updater, self._begun = strategy, optimizer, updater, begun
+        self.strategy, self.optimizer, self.updater, self._begun = strategy, updater.optimizer, updater, begun
         self.parameters = strategy.named_parameters()
         self.average = MovingAverage(self.weights(), recipe.ema) if recipe.ema is not None else None
         self.position, self.history = Position(0, 0, 0), History()
@@ -83,10 +74,6 @@ class TrainState:
     def averages(self) -> dict[str, Tensor]:
         """Their moving averages, if there are any."""
         return self.average.tensors() if self.average is not None else {}
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, as `parameter//key`."""
-        return optimizer_state(self.optimizer, self.parameters)
 
     def seconds(self) -> float:
         """Seconds of this run over all its parts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
     found |= held_tensors(strategy.modules())
     for number, values in enumerate(updater.optimizer.state.values()):
         found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
-    flags = {"nonfinite": updater.nonfinite, "bad": updater.bad, "skipped": updater.skipped, **updater.state()}
-    return found | {f"flag {name}": flag for name, flag in flags.items()}
+    return found | {f"flag {name}": flag for name, flag in {"bad": updater.bad, **updater.state()}.items()}
 
 
 def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
@@ -72,10 +72,6 @@ class Evidence:
         tensors = [*(launched.loss for launched in self.passes), *(g for g in self.reduced if g is not None)]
         return all(bool(norm.isfinite()) for norm in torch._foreach_norm(tensors))  # perhaps of several devices
 
-    @property
-    def shapes(self) -> list[tuple[object, ...]]:
-        return [shape_of(launched.batch) for launched in self.passes]
-
 
 def shape_of(batch: Batch) -> tuple[object, ...]:
     """What a recording is for."""
@@ -96,11 +92,12 @@ def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             targets[name].copy_(value)
 
 
-class StepResult:
+class StepResult(NamedTuple):
     """What one replay of the step left."""
 
-    def __init__(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], state: Mapping[str, Tensor]):
-        self.losses, self.gradients, self.state = losses, gradients, state
+    losses: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    state: Mapping[str, Tensor]
 
     def against(self, other: StepResult, before: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
         """How far each tensor is from another trial's, as a share of its norm: of weights' changes."""

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from trainer.training.step_evidence import (
     shape_of,
 )
 
-Made = TypeVar("Made")
 WARM = 4  # steps of a process before the first that is recorded
 TIMED = 12  # steps of each kind that graphs=auto compares
 FASTER = 1.03  # times that replayed ones have to be, for the memory that they take
@@ -69,10 +68,8 @@ class RecordedStep:
 
     passes: dict[tuple[bool, object], RecordedPass] = field(default_factory=dict)  # by whether the first, and shape
     gradients: list[Tensor | None] = field(default_factory=list)  # of the optimizer's parameters: replays write there
-    loss: Tensor | None = None  # that the optimizer's part looks at
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # that the optimizer's part looks at
     norm: Tensor | None = None  # of the gradient, where it is clipped
-    begin: Callable[[], None] | None = None  # keeps buffers for a step that may be skipped
-    kept: list[Tensor] = field(default_factory=list)  # there
     update: Callable[[], None] | None = None  # None: launched
     made_for: dict[str, object] = field(default_factory=dict)  # addresses of all that is not its own, and settings
 
@@ -86,25 +83,18 @@ def _room(device: torch.device) -> int:
 class Steps:
     """What a step has on the device, as the loop asks for it."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        updater: Updater,
-        optimizer: torch.optim.Optimizer,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]) -> None:
         self.recipe, self.strategy, self.updater = recipe, strategy, updater
-        self.optimizer, self._say = optimizer, say
+        self.optimizer, self._say = updater.optimizer, say
         possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device) if possible else None
         strategy.times_passes = possible
         self._tried = possible
         self._reason: str | None = None  # why steps are launched after all
-        self._anew = self._recoveries = 0  # times that a step was recorded anew, and of the generators then
+        self._recoveries = 0  # of the generators, when the step was recorded
         # Of a model on several devices the optimizer's part is launched: a graph is one device's.
         self._one_device = len(set(strategy.world.drives)) == 1
-        self.rates = LearningRates(optimizer, strategy.home if possible and self._one_device else None)
+        self.rates = LearningRates(self.optimizer, strategy.home if possible and self._one_device else None)
         self.auto = recipe.graphs == "auto"
         self.warm = WARM + TIMED * self.auto
         self._seen = self._micro = self._tries = 0
@@ -120,26 +110,16 @@ class Steps:
     def check(self) -> None:
         """An epoch of training begins: what was recorded is for tensors that are where they were, and for a model that
         decides as it did. Collective where several ranks may record."""
-        if self._tried and self.strategy.world.size > 1:
-            self._agree()
+        if self._tried and self.strategy.world.size > 1:  # where a rank launches its steps it would hold up the others
+            world = self.strategy.world
+            reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
+            for rank, reason in enumerate(reasons):
+                if reason is not None and self.recorder is not None:
+                    self._give_up(f"{reason} (rank {rank})")
         if self.recording is None:
             return
-        changed = changed_on_the_host(self.recording.made_for, self._as_it_is())
-        if changed is not None:
-            self._anew += 1
-            if self._anew > TRIES:
-                self._give_up(f"the model changes its {changed} from epoch to epoch")
-                return
-            self._say(f"  graphs: {changed} is not as it was; the step is recorded anew")
-            self._forget()
-
-    def _agree(self) -> None:
-        """If a rank launches its steps all do: it would hold up the others, and its reason should be told."""
-        world = self.strategy.world
-        reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
-        for rank, reason in enumerate(reasons):
-            if reason is not None and self.recorder is not None:
-                self._give_up(f"{reason} (rank {rank})")
+        if (changed := changed_on_the_host(self.recording.made_for, self._as_it_is())) is not None:
+            self._give_up(f"{changed} is not as it was an epoch before")
 
     @property
     def due(self) -> bool:
@@ -173,28 +153,20 @@ class Steps:
     def forward_backward(self, batch: Batch, weight: float, sync: bool) -> Tensor:
         """As the strategy's; the result is the caller's own."""
         micro, self._micro = self._micro, self._micro + 1
-        if self.recorder is None:
-            if micro == 0:
-                self.updater.begin(self.strategy)
-            with self.strategy.forward_watch or nullcontext() if self._tried else nullcontext():
+        with (self.strategy.forward_watch if self._tried else None) or nullcontext():
+            if self.recorder is None:
                 return self.strategy.forward_backward(batch, weight, sync)
-        with self.strategy.forward_watch or nullcontext():
-            return self._pass(micro, batch, weight, sync)
-
-    def _pass(self, micro: int, batch: Batch, weight: float, sync: bool) -> Tensor:
-        self._shapes.append(shape_of(batch))
-        recorded = self._recorded(micro, batch, weight)
-        if recorded is not None:
-            self._replays = True
-            return self._replay(recorded, batch, micro)
-        if micro == 0:
-            if self.recording is not None:  # its gradients stay as they are
+            self._shapes.append(shape_of(batch))
+            recorded = self._recorded(micro, batch, weight)
+            if recorded is not None:
+                self._replays = True
+                return self._replay(recorded, batch, micro)
+            if micro == 0 and self.recording is not None:  # its gradients stay as they are
                 self.optimizer.zero_grad()
-            if self.updater.tolerated:
-                self._launch(lambda: self.updater.begin(self.strategy))
-        if self._evidence is None:
-            return self._launch(lambda: self.strategy.forward_backward(batch, weight, sync))
-        return self._watched(self._evidence, batch, weight, sync)
+            if self._evidence is not None:
+                return self._watched(self._evidence, batch, weight, sync)
+            with self.recorder.aside():
+                return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Reduced gradients to new weights; the gradient's norm before clipping, where it is clipped or wanted."""
@@ -205,7 +177,9 @@ class Steps:
         self._seen += 1
         recording = self.recording
         if self._replays and recording is not None and recording.update is not None:
-            norm = self._replayed_update(recording, loss)
+            recording.loss.copy_(loss)
+            recording.update()
+            norm = None if recording.norm is None else recording.norm.clone()
             if norm is None and want_norm:  # gradients are as the optimizer has found them, up to the next step
                 norm = self.strategy.grad_norm()
         else:
@@ -229,12 +203,6 @@ class Steps:
         return self.way == "launched" and (self.recorder is not None or not self._tried)
 
     # Launched steps.
-
-    def _launch(self, work: Callable[[], Made]) -> Made:
-        """Computed at once, where recordings are made."""
-        assert self.recorder is not None
-        with self.recorder.aside():
-            return work()
 
     def _watch(self, lr: float) -> None:
         """This step, which is launched, leaves its evidence."""
@@ -274,7 +242,8 @@ class Steps:
         evidence, recorder = self._evidence, self.recorder
         assert recorder is not None
         if evidence is None:
-            return self._launch(lambda: self.updater.step(loss, self.strategy, want_norm))
+            with recorder.aside():
+                return self.updater.step(loss, self.strategy, want_norm)
         evidence.reduced = evidence.gradients
         if self.strategy.apart:
             evidence.reduced = copies([p.grad for p in self.updater.parameters])
@@ -307,9 +276,6 @@ class Steps:
         assert self.recorder is not None
         recording = RecordedStep()
         self.rates.set(evidence.lr / 2)
-        if self.updater.tolerated and self._one_device:
-            recording.begin, _ = self.recorder.record(lambda: self.updater.begin(self.strategy))
-            recording.kept = self.updater.kept
         for micro, launched in enumerate(evidence.passes):
             key = micro == 0, shape_of(launched.batch)
             if key not in recording.passes:
@@ -318,7 +284,7 @@ class Steps:
                 recording.gradients = [parameter.grad for parameter in self.updater.parameters]
         if self._one_device:
             recording.loss = torch.zeros_like(evidence.passes[0].loss)
-            update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))  # type: ignore[arg-type]
+            update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))
             recording.update, recording.norm = update
         self.recording, recording.made_for = recording, self._as_it_is()
         self._recoveries = cuda_graphs.recoveries
@@ -348,20 +314,10 @@ class Steps:
         if micro == 0:
             for parameter, gradient in zip(self.updater.parameters, recording.gradients, strict=True):
                 parameter.grad = gradient
-            if recording.begin is not None:
-                recording.begin()
-            elif self.updater.tolerated:
-                self.updater.begin(self.strategy)
         recorded.inputs.copy_(batch.inputs, non_blocking=True)
         recorded.targets.copy_(batch.targets, non_blocking=True)
         recorded.replay()
         return recorded.loss.clone()  # the next replay writes there
-
-    def _replayed_update(self, recording: RecordedStep, loss: Tensor) -> Tensor | None:
-        assert recording.update is not None and recording.loss is not None
-        recording.loss.copy_(loss)
-        recording.update()
-        return None if recording.norm is None else recording.norm.clone()
 
     def _again(self, evidence: Evidence) -> StepResult:
         """The step of the evidence by replays, on its own micro-batches and random numbers."""
@@ -380,7 +336,8 @@ class Steps:
                 gradient.copy_(reduced)
         total = torch.stack(losses).sum()
         if recording.update is not None:
-            self._replayed_update(recording, total)
+            recording.loss.copy_(total)
+            recording.update()
         else:
             self.updater.step(total, self.strategy, False)
         return StepResult(losses, gradients, live_state(self.strategy, self.updater))

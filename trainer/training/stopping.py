@@ -41,13 +41,12 @@ def best_epoch(history: History) -> int | None:
 
 
 def patience_line(patience: int | None, task: Task, history: History) -> str:
-    """The line that is printed when patience is lost."""
-    best = best_epoch(history)
-    epochs = f"{patience} epoch{'s' * (patience != 1)}"
+    """What is printed when patience is lost."""
+    best, epochs = best_epoch(history), f"{patience} epoch{'s' * (patience != 1)}"
     if best is None:
         return f"stopped: {task.metric} was not a number in {epochs} (stop.patience={patience})"
-    best_value = task.text({task.metric: history.best})
-    return f"stopped: {epochs} without a better {best_value}, which was epoch {best}'s (stop.patience={patience})"
+    value = task.text({task.metric: history.best})
+    return f"stopped: {epochs} without a better {value}, which was epoch {best}'s (stop.patience={patience})"
 
 
 def ended_by(resolved: Resolved, state: TrainState) -> str:

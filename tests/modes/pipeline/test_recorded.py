@@ -114,7 +114,6 @@ WORDS = {
     "frozen": f"{FOUR} model.name=cnn model.freeze=1 {SGD}",
     "frozen, in three": f"mode=pipeline pipeline.microbatches=2 model.name=cnn model.freeze=2 {THREE} {SGD}",
     "mixed": f"{FOUR} augment.mixup=0.2 augment.cutmix=0.5 {SGD}",
-    "steps that may be skipped": f"{FOUR} on_nonfinite=skip:2 {SGD}",
     "vit": f"{FOUR} model.name=vit_tiny {ADAMW}",
 }
 

@@ -237,9 +237,9 @@ def choose_length(
         times = [result["step_time_s"]["mean"] for result in checked if result["step_time_s"]]
         steps = max(FEWEST, min(MOST, round(SECONDS / median(times)))) if times else FEWEST
         if any(result["data"]["synthetic"] for result in checked) and recipe.data.name != "synthetic":
-            from trainer.training.speed_test import STEPS  # as many as a run without its data takes
+            from trainer.training.setup import SPEED_STEPS  # as many as a run without its data takes
 
-            steps = max(1, min(steps, STEPS - warmup))
+            steps = max(1, min(steps, SPEED_STEPS - warmup))
     total = warmup + steps
     # One more than needed: workers of local SGD count their steps otherwise.
     epochs = max(recipe.epochs, math.ceil(total / epoch) + 1)

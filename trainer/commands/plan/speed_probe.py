@@ -143,7 +143,7 @@ def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, 
     part, and how many images would take PASS seconds."""
     peers, example = context.world, context.example
     device, pilot = peers.device, example.rows
-    strategy, optimizer, updater = wire(context, model)
+    strategy, updater = wire(context, model)
     strategy.train()
 
     def timed(work: Callable[[], Any]) -> float:
@@ -163,7 +163,7 @@ def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, 
             losses: list[torch.Tensor] = []
             compute = timed(lambda: losses.append(strategy.forward_backward(batch, 1 / images)))  # noqa: B023
             update = timed(lambda: updater.step(losses[0], strategy, want_norm=False))  # noqa: B023
-            optimizer.zero_grad()
+            updater.optimizer.zero_grad()
             times.append((compute, update))
             spent += peers.max_(torch.tensor(compute + update)).item()  # all ranks stop together
         return median(t for t, _ in times[1:]), median(t for _, t in times[1:])

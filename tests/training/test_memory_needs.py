@@ -1,19 +1,12 @@
 """How a global batch is cut where memory is short."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from tests.command_line import QUIET, ok, result, trainer
-from trainer.models.memory import USABLE
-from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.recipe import load
-from trainer.training import speed_test
-from trainer.training.memory_needs import bytes_of_sample, pieces_that_fit
+from trainer.training.memory_needs import pieces_that_fit
 
 
 @pytest.mark.parametrize(
@@ -40,24 +33,6 @@ def test_pieces_of_unequal_shards():
     assert pieces_that_fit(made, 4, 1, 1, 16) == 2, "17 + 17 + 16 + 16 images, in 9 + 8"
     assert pieces_that_fit(made, 4, 1, 1, 8) == 3, "66 is no multiple of 4 or 5"
     assert pieces_that_fit(made, 4, 7, 1, 1) == 11, "22 pieces of 4 shards are more than there are images"
-
-
-@pytest.mark.parametrize(("devices", "pieces"), [(("cuda:0", "cuda:1"), 1), (("cuda:0#0", "cuda:0#1"), 2)])
-def test_workers_that_share_a_card_share_its_memory(devices, pieces, monkeypatch):
-    """A card with room for two workers' weights and 40 images, where each shall train 32."""
-    shared = "#" in devices[0]
-    world = World(Place(0, 2, 0, 2, 0, True), torch.device("cuda:0"), 1, devices, (), shared)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
-    per_image = bytes_of_sample(model, load(None), (3, 8, 8))
-    weights = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
-    free = (40 * per_image + 2 * weights) / USABLE
-    monkeypatch.setattr(speed_test, "free_memory", lambda device: free)
-    monkeypatch.setattr(World, "broadcast_object", lambda self, value: value)
-    data = SimpleNamespace(channels=3, image_size=8)
-    recipe = load(None, "mode=local_sgd", "model.name=mlp", "batch_size=64")
-    said = []
-    found = speed_test.speed_recipe(recipe, model, data, world, said.append)
-    assert found.accumulate == pieces, said
 
 
 @pytest.mark.slow

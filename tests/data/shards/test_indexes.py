@@ -1,4 +1,4 @@
-"""An index is made once, and again where it does not fit; shards are opened when they are read, and are what they were."""
+"""An index is made once, and again where it does not fit; a shard is opened when it is read, and is what it was."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard, ke
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
-    assert again.texts == ["0", "1", "2"] and again.left == {".txt": 1}
+    assert again.texts == ["0", "1", "2"] and again.left == {"other file(s) (.txt)": 1}
     assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
     os.utime(shard.path, ns=(1, 1))
     changed = ShardFile.of(os.fsdecode(shard.path))

@@ -102,14 +102,14 @@ def test_suffixes_and_dots_in_names(tmp_path):
 def test_beside_an_image_and_its_class_others_of_the_sample_are_left_alone(tmp_path):
     members = [("1.json", b'{"label": 4}'), ("1.cls", b"1"), ("1.jpg", jpeg()), ("1.mask.png", jpeg())]
     _, index = looked(tmp_path, [*members, ("1.txt", b"a cat")])
-    assert samples(index) == [("1.jpg", "1")] and index.left == {".txt": 1}
+    assert samples(index) == [("1.jpg", "1")] and index.left == {"other file(s) (.txt)": 1}
 
 
 def test_what_is_no_photo_is_counted(tmp_path):
     members = [("cat", None), ("cat/1.jpg", jpeg()), ("cat/._1.jpg", b"x"), ("cat/3.jpg", "1.jpg"), ("b/1.cls", b"1")]
     _, index = looked(tmp_path, [*members, ("README", b"x"), ("cat/4.txt", b"x"), ("cat/5.jpg.gz", b"x")])
-    left = {"hidden": 1, "links": 1, "without a suffix": 1, ".txt": 1, ".gz": 1, ".cls": 1}
-    assert index.left == left and len(index) == 1
+    others = [f"other file(s) ({suffix})" for suffix in ("without a suffix", ".txt", ".gz", ".cls")]
+    assert index.left == dict.fromkeys([*others, "hidden file(s)", "link(s) in shards"], 1) and len(index) == 1
 
 
 def test_images_are_not_read_to_index_them(tmp_path):

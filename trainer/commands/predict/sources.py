@@ -145,7 +145,7 @@ def _joined(texts: Mapping[str, str]) -> str:
 
 def _paths_of(root: str, size: int) -> tuple[list[str], str]:
     """The images of a folder, a list or a file, and other files there in words. Raises SetupError, RecipeError."""
-    path, left = Path(root).expanduser(), LeftOut(empty=False)  # an empty file has a row that says so
+    path, left = Path(root).expanduser(), LeftOut()
     try:
         if path.is_dir():
             paths = list(images_below(str(path), left, str(path)))

@@ -89,7 +89,7 @@ class ShardIndex:
     texts: list[str]  # its classes as it writes them
     classes: list[str] | None  # the names of all classes, where it has them; `texts` are then their numbers
     below: list[str]  # folders within it that hold images
-    left: dict[str, int]  # how many files are not read: hidden, links, by suffix
+    left: dict[str, int]  # how many files are not read, by what they are
 
     def __len__(self) -> int:
         return len(self.labels)

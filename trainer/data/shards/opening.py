@@ -212,7 +212,7 @@ def _notes(recipe: Recipe, root: Path, whole: ShardPhotos, train: Array, found: 
     """For a run's banner: what is left out. Raises SetupError where it may not be, or none of `train` is left."""
     left = LeftOut()
     for _, index in found:
-        left.inside(index.left)
+        left.update(index.left)
     if not train.any():
         raise SetupError(
             f"data.root={root} holds no images to train on that have classes{left.in_brackets()}: put a .cls beside "

@@ -11,13 +11,12 @@ import json
 import os
 import posixpath
 import tarfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
 
-from trainer.data.folders.scanning import is_junk, readable_suffixes
+from trainer.data.folders.scanning import HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
 from trainer.data.photos.decoding import LARGEST
 from trainer.data.shards.indexes import Bytes, ShardFile, ShardIndex, kept, opened
 from trainer.errors import SetupError
@@ -57,7 +56,7 @@ def look(shard: ShardFile) -> ShardIndex:
     """Read all headers, and the classes; no image. Raises SetupError, OSError."""
     opened(shard)  # it is a file, and the one that it was
     rows: dict[bytes, tuple[int, int, int, int]] = {}  # start, size, class, folder
-    left, texts, below = Counter[str](), dict[str, int](), dict[str, int]()
+    left, texts, below = LeftOut(), dict[str, int](), dict[str, int]()
     with open(shard.path, "rb", WINDOW) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # read-ahead would read images
@@ -76,7 +75,7 @@ def look(shard: ShardFile) -> ShardIndex:
     return ShardIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
-def files_in(file: BinaryIO, size: int, left: Counter[str]) -> Iterator[File]:
+def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[File]:
     """The files of an archive that samples are made of; `left` counts others. Raises ValueError, OSError."""
     for member in members(file, size):
         name = member.name
@@ -85,9 +84,9 @@ def files_in(file: BinaryIO, size: int, left: Counter[str]) -> Iterator[File]:
         folder, _, base = name.rpartition("/")
         stem, dot, suffix = base.partition(".")
         if not member.isreg():
-            left["links"] += member.issym() or member.islnk()
+            left[LINKS] += member.issym() or member.islnk()
         elif is_junk(base):
-            left["hidden"] += 1
+            left[HIDDEN] += 1
         else:
             suffix, text = dot + suffix.lower(), b""
             last = posixpath.splitext(suffix)[1] if suffix.count(".") > 1 else suffix
@@ -120,7 +119,7 @@ def members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"it is cut or damaged at byte {place:,}, or two are joined by cat, as tar -A would")
 
 
-def understood(sample: list[File], left: Counter[str]) -> tuple[str | None, list[File]]:
+def understood(sample: list[File], left: LeftOut) -> tuple[str | None, list[File]]:
     """A sample's class, None where it has no label, and its images; other files are counted in `left`. Raises
     ValueError."""
     label = None
@@ -128,12 +127,13 @@ def understood(sample: list[File], left: Counter[str]) -> tuple[str | None, list
         if label is None and (label := class_in(each)) is not None and each.suffix != each.last:
             raise ValueError(f"{each.name} has a class, and is neither NAME{CLASS} nor NAME{JSON} with a dotless NAME")
     images = [each for each in sample if each.suffix == IMAGE or each.last in readable_suffixes()]
+    for each in sample:
+        if each not in images and not (images and each.suffix in (CLASS, JSON)):
+            left.other(each.name)
     if label is not None and len(images) > 1:  # 1.jpg beside 1.mask.png
         images = [each for each in images if each.suffix == each.last]
         if len(images) != 1:
             raise ValueError(f"{sample[0].name} is of a sample of several images and one class")
-    others = (each for each in sample if each.last not in readable_suffixes() and each.suffix != IMAGE)
-    left.update(each.last or "without a suffix" for each in others if not images or each.suffix not in (CLASS, JSON))
     return label, images
 
 

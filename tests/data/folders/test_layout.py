@@ -80,7 +80,7 @@ def split_below_classes(root):
         ),
         (
             lambda root: photo_set(root / "photos" / "pets", PETS),
-            "{root} holds one class, 'photos': .*; if what it holds (pets) is the data set, type data.root={root}/photos",
+            "{root} holds one class, 'photos': .*; if what it holds (pets) is the data set, type data.root={root}",
         ),
         (
             flat,

@@ -58,11 +58,6 @@ def test_a_class_that_only_held_out_images_have_is_known_to_multilabel(photos):
     assert found.classes == ("bird", "cat") and found.val.labels.tolist() == [[1, 1]] * 4
 
 
-def test_numbers(photos):
-    found = opened(photos, table("file,age,height", [f"{n},{n / 2}" for n in range(8)]), "task.name=regression")
-    assert found.classes == ("age", "height") and found.val.labels.tolist() == [[4, 2], [5, 2.5], [6, 3], [7, 3.5]]
-
-
 def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "mine.csv"
     cells = [f"{part},{n % 2}" for n, part in enumerate(["train", "TRAIN", "Validation", "test", "val", "train"])]

@@ -7,7 +7,7 @@ from trainer.commands.predict.sources import image_files
 from trainer.data import damaged, open_datasets
 from trainer.data.damaged import without_damage
 from trainer.data.folders import scanning
-from trainer.data.folders.scanning import LeftOut, images_below, listed
+from trainer.data.folders.scanning import LeftOut, images_below
 from trainer.errors import SetupError
 from trainer.processes.resources import locate
 from trainer.recipe import load
@@ -78,11 +78,3 @@ def test_names_that_are_no_text_are_written_as_text(tmp_path):
     assert image.shape == (3, 30, 40)
     labelled = image_files(str(tmp_path / "caf\udce9"), found.classes)
     assert [item.label for item in labelled.items] == [0, 0]
-
-
-def test_images_come_in_order_below_a_name(tmp_path):
-    for name in ("b/2.jpg", "a.jpg", "b/1.jpg", "c.jpg"):
-        photo(tmp_path / name)
-    assert list(images_below(str(tmp_path), LeftOut(), "x")) == ["x/a.jpg", "x/b/1.jpg", "x/b/2.jpg", "x/c.jpg"]
-    with pytest.raises(SetupError, match="cannot be listed"):
-        listed(tmp_path / "nowhere", LeftOut())

@@ -72,13 +72,6 @@ def in_threads(count, function):
         thread.join()
 
 
-def test_two_at_once(shard, kept):
-    first, found = tars.look(shard), []
-    in_threads(8, lambda _: found.append(made(shard)[0]))
-    assert len(found) == 8 and all(same(one, first) for one in found)
-    assert {path.suffix for path in kept.iterdir()} <= {".npz"}
-
-
 def test_the_draft_of_one_who_was_killed_is_overwritten(shard, kept):
     kept.mkdir()
     path_of(shard).with_suffix(".part").write_bytes(b"PK" * 10**6)

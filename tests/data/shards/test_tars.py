@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
+from tests.data.shards.making import in_folders, jpeg, opened, tarred
 from trainer.data.shards import tars
 from trainer.data.shards.indexes import ShardFile
 from trainer.errors import SetupError
@@ -34,11 +34,6 @@ def test_bytes_lie_where_it_is_said(tmp_path):
     assert [index.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
     with pytest.raises(ValueError, match="larger than"):
         tars.encoded(shard, 512, 2**40)
-
-
-def test_a_class_beside_each_image(tmp_path):
-    _, index = looked(tmp_path, [*with_classes([3, 0, 12]), ("z.jpg", jpeg()), ("z.cls", b" 7\n")])
-    assert samples(index) == [("000000.jpg", "3"), ("000001.jpg", "0"), ("000002.jpg", "12"), ("z.jpg", "7")]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +164,7 @@ def test_every_flipped_bit_of_a_header_is_noticed(tmp_path):
     """Of the second one, where tarfile ends without a word; but those of the checksum that mean the same."""
     path, members = tmp_path / "b.tar", RAW[1:4]
     whole = tarred(tmp_path / "a.tar", members, format=tarfile.USTAR_FORMAT).read_bytes()
-    for bit in range(1024 * 8, 1524 * 8, 7):
+    for bit in range(1024 * 8, 1524 * 8, 13):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)

@@ -28,7 +28,7 @@ LONGEST = 2**20  # bytes of a file that may hold a class
 WINDOW, ZEROS = 2**14, 2**20  # bytes that are read at once: a header and small files after it; behind the last file
 
 
-class File(NamedTuple):
+class Member(NamedTuple):
     """A file of a sample."""
 
     key: str  # of its sample: its path up to the first dot of its name
@@ -75,7 +75,7 @@ def look(shard: ShardFile) -> ShardIndex:
     return ShardIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
-def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[File]:
+def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
     """The files of an archive that samples are made of; `left` counts others. Raises ValueError, OSError."""
     for member in members(file, size):
         name = member.name
@@ -93,7 +93,7 @@ def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[File]:
             if last in (CLASS, JSON):  # now, while it is in the file's buffer
                 file.seek(member.offset_data)
                 text = file.read(min(member.size, LONGEST))
-            yield File(f"{folder}/{stem}", suffix, last, name, member.offset_data, member.size, text)
+            yield Member(f"{folder}/{stem}", suffix, last, name, member.offset_data, member.size, text)
 
 
 def members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
@@ -119,7 +119,7 @@ def members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"it is cut or damaged at byte {place:,}, or two are joined by cat, as tar -A would")
 
 
-def understood(sample: list[File], left: LeftOut) -> tuple[str | None, list[File]]:
+def understood(sample: list[Member], left: LeftOut) -> tuple[str | None, list[Member]]:
     """A sample's class, None where it has no label, and its images; other files are counted in `left`. Raises
     ValueError."""
     label = None
@@ -137,7 +137,7 @@ def understood(sample: list[File], left: LeftOut) -> tuple[str | None, list[File
     return label, images
 
 
-def class_in(file: File) -> str | None:
+def class_in(file: Member) -> str | None:
     """The class in a .cls or .json; None of a .json without one. Raises ValueError."""
     with suppress(ValueError, RecursionError):
         facts = json.loads(file.text) if file.last == JSON else {CLASS_KEYS[0]: file.text.decode()}

@@ -125,10 +125,10 @@ def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) ->
     with suppress(OSError):  # the disk is full, or not ours
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")
-        with locks.claimed(draft) as file:
-            if file is not None:
-                np.savez(file, about=np.frombuffer(text, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
-                file.flush()
+        with locks.claimed(draft) as written:
+            if written is not None:
+                np.savez(written, about=np.frombuffer(text, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
+                written.flush()
                 os.replace(draft, path)
     return index
 

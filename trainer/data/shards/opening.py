@@ -68,7 +68,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     root = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     parts = {path: part_of(os.path.relpath(path, root)) for path in paths}
     held_out, told = held_out_of(parts.values(), before.test, recipe.data.root)
-    wanted = {"train", held_out or "train"}
+    wanted: set[str | None] = {"train", held_out or "train"}
     if "train" not in parts.values():
         wanted, held_out, told = {*parts.values()}, None, {}
         if len(named := sorted(filter(None, wanted), reverse=True)) > 1:

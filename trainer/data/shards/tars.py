@@ -111,7 +111,7 @@ def members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
                 raise ValueError(f"it is cut or damaged at {member.name}")
             yield member
             place = archive.offset
-            archive.members.clear()
+            archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
     except (tarfile.TarError, OverflowError, RecursionError) as error:
         raise ValueError(f"it is damaged at byte {place:,}, compressed, or not a tar file ({error})") from None
     file.seek(place)

@@ -121,7 +121,6 @@ def test_of_two_folders_of_a_part_one_is_taken_and_the_other_told(tmp_path):
     ("root", "says"),
     [
         ("~/my pets.zip", "an archive: unpack it first, and type data.root=FOLDER"),
-        ("none.tar.gz", "an archive: unpack it first, and type data.root=FOLDER"),
         ("https://example.org/pets.zip", "an address, and images are read from this machine: download it first"),
     ],
 )

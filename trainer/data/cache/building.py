@@ -55,8 +55,6 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     DiskFullError, SetupError: `home` cannot be written, or photos change meanwhile.
     """
     absent = missing(packing, home)
-    if not absent:
-        return
     since_moved, sizes = AwakeClock(), [len(paths) for paths in packing.paths]
     context = fork_server.context("torchvision", "trainer.data.cache.building")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)

@@ -90,7 +90,7 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)]),
     )
     known = labels >= 0
-    notes |= _notes(recipe, root, whole, ~tested & known, found) | told
+    notes |= _notes(recipe, root, whole, len(classes) > 1 and bool((~tested & known).any()), found) | told
     if beside := [os.path.relpath(path, root) for path in paths if parts[path] not in wanted]:
         notes["beside"] = f"not looked at in {root}: {few(beside)}"
     train, val, words = whole.part(np.flatnonzero(~tested & known)), whole.part(np.flatnonzero(tested & known)), ""
@@ -208,16 +208,15 @@ def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[st
     return names
 
 
-def _notes(recipe: Recipe, root: Path, whole: ShardPhotos, train: Array, found: Sequence[Found]) -> dict[str, str]:
-    """For a run's banner: what is left out. Raises SetupError where it may not be, or none of `train` is left."""
+def _notes(recipe: Recipe, root: Path, whole: ShardPhotos, trains: bool, found: Sequence[Found]) -> dict[str, str]:
+    """For a run's banner: what is left out. Raises SetupError where it may not be, or there are no classes to train."""
     left = LeftOut()
     for _, index in found:
         left.update(index.left)
-    if not train.any():
+    if not trains:
         raise SetupError(
-            f"data.root={root} holds no images to train on that have classes{left.in_brackets()}: put a .cls beside "
-            "each image (0001.jpg, 0001.cls), or make shards of a folder of class folders, as "
-            "tar -C photos -cf photos.tar . does"
+            f"data.root={root} holds no images of two classes to train on{left.in_brackets()}: put a .cls beside each "
+            "image (0001.jpg, 0001.cls), or make shards of class folders, as tar -C photos -cf photos.tar . does"
         )
     nameless = np.flatnonzero(whole.labels < 0)
     told = f"samples with no class: {len(nameless):,} ({whole.where(int(nameless[0]))})" if len(nameless) else ""

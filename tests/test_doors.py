@@ -35,7 +35,7 @@ from trainer.commands import export
 from trainer.data import class_names
 from trainer.data import registered as registered_sets
 from trainer.data.photos import decoding
-from trainer.data.shards import classes as shard_classes
+from trainer.data.shards import opening as shards_opening
 from trainer.errors import SetupError
 from trainer.models.small import fast_cnn
 
@@ -376,7 +376,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "transparency": ("pillow_items", registered_sets, "from_item", on_black),
     "order of classes": ("pillow_items", registered_sets, "matched", lambda *_: (CLASSES, [None, None])),
     "cut": ("arrays", registered_sets, "centre_cut", squashed),
-    "outermost folder": ("tar_of_folders", shard_classes, "shared_depth", innermost),
+    "outermost folder": ("tar_of_folders", shards_opening, "shared_depth", innermost),
     "Unicode": ("table", class_names, "class_name", str),
 }
 

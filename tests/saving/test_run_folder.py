@@ -172,7 +172,7 @@ def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path
     assert "saved nothing; starting over" in said and "2 classes" in said and "1 x 28 x 28" in said
     facts = result(tmp_path / "run")["facts"]
     assert re.search(r"1 x 28 x 28 .*\b8 .*gray", facts["images"])
-    assert re.search(r"2 .*\(\._1\.png, __MACOSX\)", facts["ignored"]) and re.search("  ignored +2 ", said)
+    assert facts["ignored"] == "2 hidden files" and re.search("  ignored +2 ", said)
     assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
     kept = load(str(tmp_path / "run"))
     assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)

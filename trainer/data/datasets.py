@@ -22,8 +22,7 @@ from trainer.data.folders.targets import Targets, TaskSource, target_of
 from trainer.data.photos.decoding import reason
 from trainer.data.registered import UserItems, in_memory, open_registered, registered
 from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
-from trainer.data.shards.opening import open_shards
-from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
+from trainer.data.shards.opening import SUFFIXES, open_shards, packed_or_remote
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest

@@ -30,8 +30,8 @@ class Progress:
         """Whether `left` would be seen."""
         return self._show and time.monotonic() >= self._next
 
-    def left(self, count: int, each: float | None = None) -> None:
-        """So many are missing. The rest takes `each` so many seconds, or as long as those that are done."""
+    def left(self, count: int) -> None:
+        """So many are missing."""
         new, self._done = self._total - count - self._done, self._total - count
         now = time.monotonic()
         if self._bar is not None:
@@ -39,7 +39,7 @@ class Progress:
             self._next = now + BAR
         elif self._show and now >= self._next and self._done and count:
             self._next = now + SECONDS
-            seconds = count * ((now - self._start) / self._done if each is None else each)
+            seconds = count * (now - self._start) / self._done
             done = f"{self._done:,} of {self._total:,} {self._unit}s"
             print(f"  {self._what}: {done}, about {duration(seconds)} left", flush=True)
 

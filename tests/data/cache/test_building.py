@@ -3,14 +3,12 @@
 import errno
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,15 +17,14 @@ from PIL import Image
 from tests import warm
 from tests.command_line import PROJECT, environment
 from trainer.data.cache import building, cached_set, stored
-from trainer.data.cache.building import Estimate, build, estimate, missing, require_room
+from trainer.data.cache.building import build, bytes_of, missing
 from trainer.data.cache.cache_blocks import read
-from trainer.data.cache.stored import Format, block_path, pack, prepared
+from trainer.data.cache.stored import CachedFolder, Format, block_path, pack, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
-from trainer.errors import DiskFullError, PeerError
+from trainer.errors import DiskFullError, PeerError, SetupError
 from trainer.processes.rank import Place
 from trainer.recipe import load
 from trainer.saving import locks
-from trainer.telemetry import progress
 
 HOW = Format("raw", 24, 3)
 SCRIPT = """
@@ -136,135 +133,37 @@ def test_a_full_disk_says_what_to_do(photos, home):
     require_right(home, photos)
 
 
-def test_what_does_not_fit_is_not_begun(home):
-    with pytest.raises(DiskFullError, match=r"\b10 photos\b.*\b1,048,576\.00 GiB.*data\.cache_format="):
-        require_room(home, Estimate(10, 2**50, 1.0), HOW)
-    require_room(home, Estimate(10, 1000, 1.0), HOW)
-
-
-def test_an_estimate_is_near(photos):
+def test_the_size_is_about_that_and_what_does_not_fit_is_not_begun(photos, tmp_path, monkeypatch):
     paths = [os.fsencode(path) for path in photos.glob("*.png")]
-    found = estimate(paths, HOW)
-    assert found.photos == 120 and found.bytes == 120 * 24 * 24 * 3 and found.seconds > 0
-    assert estimate([b"/no/such.png"], HOW).bytes == 0
+    assert bytes_of(paths, HOW) == 120 * 24 * 24 * 3 and bytes_of([b"/no/such.png"], HOW) == 0
+    monkeypatch.setattr(cached_set, "SPARE", 2**60)
+    words = ["data.name=imagefolder", f"data.root={photos}", f"data.cache_dir={tmp_path}", "data.cache=disk"]
+    with ExitStack() as closing, pytest.raises(DiskFullError, match=r"\b120 photos\b.*\bfree: data\.cache_format=jpeg"):
+        cached_set._filled((folder_of(photos), folder_of(photos)), HOW, load(None, *words), Place(), print, closing)
+    assert not [*tmp_path.glob("*/*.block")]
 
 
-class Readers:
-    """Workers of all ranks that take `start` seconds until they work; the one that is free first makes a block.
-
-    Seconds are those of a clock that only reading (`photo` each), writing (`sync` a KiB) and waiting move.
-    """
-
-    def __init__(self, monkeypatch, ranks, start, photo, sync):
-        self.now, self.first, self.ranks, self.busy, self.there = 0.0, start, ranks, {}, set()
-        clock = SimpleNamespace(perf_counter=self.time, monotonic=self.time, sleep=self.pass_by)
-        real = building.prepared
-        monkeypatch.setattr(building, "time", clock)
-        monkeypatch.setattr(progress, "time", clock)
-        monkeypatch.setattr(building, "prepared", lambda *what: self.pass_by(photo) or real(*what))
-        monkeypatch.setattr(os, "fsync", lambda file: self.pass_by(sync * os.fstat(file).st_size / 2**10))
-        monkeypatch.setattr(building.fork_server, "context", lambda *_: None)
-        monkeypatch.setattr(building, "ProcessPoolExecutor", lambda count, **_: self.began(count))
-        monkeypatch.setattr(building, "as_completed", self.as_completed)
-        monkeypatch.setattr(building, "missing", lambda packing, _: sorted({*range(len(packing.keys))} - self.there))
-
-    def time(self):
-        return self.now
-
-    def pass_by(self, seconds):
-        self.now += seconds
-
-    def began(self, count):
-        self.free = [self.now + self.first] * count * self.ranks
-        return self
-
-    def submit(self, function, *words):
-        done = Future()
-        self.busy[done] = function, words
-        return done
-
-    def as_completed(self, asked):
-        ended = []
-        for done in asked:
-            function, words = self.busy.pop(done)
-            self.now = min(self.free)
-            done.set_result(function(*words))
-            self.free[self.free.index(min(self.free))] = self.now
-            ended.append((self.now, id(done), done))
-        for self.now, _, done in sorted(ended):
-            self.there.add(asked[done])
-            yield done
-
-    def shutdown(self, **_):
-        return
-
-
-@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize(("start", "photo", "sync"), [(20.0, 1.0, 0.0), (0.0, 1.0, 0.0), (5.0, 0.1, 1.0)])
-def test_each_time_that_is_told_is_about_the_time_that_it_takes(
-    photos, tmp_path, monkeypatch, workers, ranks, start, photo, sync
-):
-    """Also where processes start slowly, and where writing is what takes long."""
-    readers = Readers(monkeypatch, ranks, start, photo, sync)
-    told = []
-    say = lambda line: told.append((readers.now, line))  # noqa: E731
-    monkeypatch.setattr(progress, "print", lambda line, **_: say(line), raising=False)
-    monkeypatch.setattr(stored, "TOGETHER", 2**60)  # blocks of four, wherever the photos lie
-    monkeypatch.setattr(stored, "MOST", 4)
-    words = ["data.name=imagefolder", f"data.root={photos}", f"data.cache_dir={tmp_path}", f"data.workers={workers}"]
-    recipe = load(None, *words, "data.cache=disk")
-    with cached_set.ExitStack() as closing:
-        cached_set._filled(
-            (folder_of(photos), folder_of(photos)), HOW, recipe, Place(size=ranks, local_size=ranks), say, closing
-        )
-    seconds = [
-        (at, float(match[1]) * (60 if match[2] == "min" else 1))
-        for at, line in told
-        if (match := re.search(r"([\d.]+) (s|min)\b", line))
-    ]
-    told_late = start + 0.6 * (readers.now - start)  # then a few blocks of any size are left
-    assert seconds and seconds[0][0] < told_late
-    assert all(0.6 < left / (readers.now - at) < 1.6 for at, left in seconds if at < told_late), (seconds, readers.now)
-
-
-def test_a_photo_that_is_exchanged_while_it_is_stored_is_not(photos, home, tmp_path, monkeypatch):
-    """Its block is not made, and nobody waits for it."""
+def test_photos_that_are_exchanged_while_they_are_stored_are_not(photos, home, tmp_path, monkeypatch):
     mine = tmp_path / "mine"
     mine.mkdir()
     for path in sorted(photos.glob("*.png"))[:8]:
         (mine / path.name).write_bytes(path.read_bytes())
-    found = packed(mine)
-    real = building.prepared
-
-    def exchanging(path, how):
-        os.utime(path)
-        return real(path, how)
-
-    monkeypatch.setattr(building, "prepared", exchanging)
-    made = [
-        building.make(str(home), key, list(paths), HOW) for key, paths in zip(names(found), found.paths, strict=True)
-    ]
-    assert {*made} == {building.Made.EXCHANGED} and not list(home.iterdir())
-    again = packed(mine)
-    assert names(again) != names(found)
-    for path in sorted(mine.glob("*.png"))[:1]:
-        os.utime(path)
-    build(again, HOW, home, workers=1, show=False, patience=1)  # returns, with the others made
-    assert len(missing(again, home)) == 1
+    found, real = packed(mine), building.prepared
+    monkeypatch.setattr(building, "prepared", lambda path, how: os.utime(path) or real(path, how))
+    for key, paths in zip(names(found), found.paths, strict=True):
+        with pytest.raises(SetupError, match=rf"{mine}: .*type the same again"):
+            building.make(str(home), key, list(paths), HOW)
+    assert not list(home.iterdir()) and names(packed(mine)) != names(found)
 
 
-@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ENOENT, False), (None, False)])
-def test_what_may_pass_is_no_reason_to_leave_a_photo_out(photos, home, monkeypatch, number, passes):
+def test_what_cannot_be_read_is_left_out_and_read_anew(photos, home, monkeypatch):
     def broken(path, how):
-        raise OSError(number, "broken on purpose") if number else OSError("broken on purpose")
+        raise OSError(errno.EIO, "broken on purpose")
 
     monkeypatch.setattr(building, "prepared", broken)
     found = packed(photos)
-    words = str(home), names(found)[0], found.paths[0], HOW
-    if passes:
-        with pytest.raises(building.UnreadableError, match=r"\.png .*broken on purpose"):
-            building.make(*words)
-        assert not list(home.iterdir())
-    else:
-        assert building.make(*words) is building.Made.BUILT
-        assert read(block_path(str(home), words[1]), words[1], 0) is None
+    building.make(str(home), names(found)[0], found.paths[0], HOW)
+    assert read(block_path(str(home), names(found)[0]), names(found)[0], 0) is None
+    folder = CachedFolder(folder_of(photos), HOW, 0, home, found)
+    row = next(n for n in range(120) if folder.address(n) == found.paths[0][0])
+    assert folder.open(row, 3)[0].height == 40 and folder.uncached == 1

@@ -38,22 +38,6 @@ def test_what_was_written_is_read(block):
     assert all(same(cache_blocks.read(block, KEY, row), wanted) for row, wanted in enumerate(PHOTOS))
 
 
-def test_another_block_under_this_name_is_damage(block):
-    for row in (0, 2, 3):
-        with pytest.raises(DamagedError):
-            cache_blocks.read(block, b"x" * 16, row)
-
-
-def test_an_entry_in_anothers_place_is_damage(block):
-    raw = bytearray(block.read_bytes())
-    size = ENTRY.itemsize
-    raw[:size], raw[3 * size : 4 * size] = raw[3 * size : 4 * size], raw[:size]
-    block.write_bytes(raw)
-    for row in (0, 3):
-        with pytest.raises(DamagedError):
-            cache_blocks.read(block, KEY, row)
-
-
 @pytest.mark.parametrize("way", ["flip", "cut", "zeros", "longer"])
 def test_no_damage_gives_other_pixels(block, way, full):
     """A photo is right, or an error, or (its entry all zeros) said to be left out, which has it read anew."""
@@ -95,3 +79,15 @@ def test_it_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     with open(tmp_path / "a", "w+b") as file:
         cache_blocks.write(file, KEY, PHOTOS, len(PHOTOS))
     assert synced == [(tmp_path / "a").stat().st_size]
+
+
+def test_another_block_under_this_name_and_an_entry_in_anothers_place_are_damage(block):
+    raw, size = bytearray(block.read_bytes()), ENTRY.itemsize
+    for row in (0, 2, 3):
+        with pytest.raises(DamagedError):
+            cache_blocks.read(block, b"x" * 16, row)
+    raw[:size], raw[3 * size : 4 * size] = raw[3 * size : 4 * size], raw[:size]
+    block.write_bytes(raw)
+    for row in (0, 3):
+        with pytest.raises(DamagedError):
+            cache_blocks.read(block, KEY, row)

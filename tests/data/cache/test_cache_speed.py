@@ -50,15 +50,10 @@ def test_decoding_and_transforming_are_told_apart(folder, monkeypatch):
     assert found.read < 0.02 and found.whole == found.read + found.decode + found.transform
 
 
-def test_it_leaves_no_trace(folder):
+def test_it_leaves_no_trace_and_leaves_out_what_cannot_be_read(folder, tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    measure_reading(folder, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3)
-    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_cannot_be_read_is_left_out(folder, tmp_path):
-    (tmp_path / "3.jpg").write_bytes(b"no image")
-    assert measure_reading(folder, RECIPE, 32, 3).whole > 0
     for number in range(6):
+        assert measure_reading(folder, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3).whole > 0
         (tmp_path / f"{number}.jpg").write_bytes(b"no image")
     assert measure_reading(folder, RECIPE, 32, 3) is None
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

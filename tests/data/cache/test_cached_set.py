@@ -6,10 +6,9 @@ from contextlib import ExitStack
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result, trainer
-from tests.data.photo_folders import opened, photo
+from tests.data.photo_folders import photo
 from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached
-from trainer.data.cache.stored import Format, pack
 from trainer.processes.resources import locate
 from trainer.recipe import load
 
@@ -55,18 +54,6 @@ def test_what_is_stored_whole_trains_alike(photos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["raw", "jpeg"])
-def test_killed_and_resumed_is_byte_equal(photos, layout):
-    words = "data.cache=disk", f"data.cache_format={layout}", "data.cache_size=44", "save.every_steps=1"
-    whole = train(photos, "whole", *words)
-    killed = trainer(*words_for(photos, f"output={photos.parent / 'cut'}", *words), env={"TRAINER_FAULT": "kill@0:3"})
-    assert killed.returncode != 0
-    assert train(photos, "cut", *words, "resume=auto")[:2] == whole[:2]
-    digests = [(photos.parent / name / "last.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert digests[0] == digests[1]
-
-
-@pytest.mark.slow
 def test_ranks_build_it_together_and_train_as_one(photos):
     words = "data.cache=disk", "data.cache_size=50"
     two = train(photos, "two", "mode=ddp", "nproc=2", *words)
@@ -76,12 +63,14 @@ def test_ranks_build_it_together_and_train_as_one(photos):
 
 @pytest.mark.slow
 def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
-    words = "data.cache_format=raw", "data.cache_size=44", "save.every_steps=1"
+    words = "data.cache_format=jpeg", "data.cache_size=44", "save.every_steps=1"
     whole = train(photos, "whole", "data.cache=disk", *words)
     for kind in ("off", "disk"):
         cut = words_for(photos, f"output={photos.parent / kind}", *words, "data.cache=disk")
         assert trainer(*cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
         assert train(photos, kind, *words, f"data.cache={kind}", "resume=auto")[:2] == whole[:2]
+    digests = [(photos.parent / name / "last.safetensors").read_bytes() for name in ("whole", "disk")]
+    assert digests[0] == digests[1]
     plain = words_for(photos, f"output={photos.parent / 'plain'}", "save.every_steps=1")
     assert trainer(*plain, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
     done = trainer(*plain, "data.cache=disk", "resume=auto")
@@ -107,36 +96,11 @@ def test_damage_is_never_trained_on_and_made_anew(photos):
     assert right == {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
 
 
-@pytest.mark.slow
-def test_what_changed_is_stored_anew_and_what_is_gone_leaves(photos):
-    words = "data.cache=disk", "data.cache_size=50"
-    before = train(photos, "before", *words)
-    photo(photos / "cat" / "0.png", size=(60, 50), seed=999)
-    (photos / "dog" / "3.jpg").unlink()
-    photo(photos / "dog" / "99.jpg", size=(70, 50), seed=998)
-    after = train(photos, "after", *words)
-    assert after[:2] == train(photos, "plain")[:2] != before[:2]
-    data = opened(photos, "data.image_size=44")
-    packing = pack([data.train, data.val], Format("raw", 50, 3))
-    assert {block.stem for block in blocks_of(photos.parent / "cache")} == {key.tobytes().hex() for key in packing.keys}
-
-
 def test_a_run_is_evaluated_with_the_pixels_that_it_had(photos):
     _, loss, _ = train(photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44")
     shutil.rmtree(photos.parent / "cache")
     evaluated = ok("evaluate", f"checkpoint={photos.parent / 'run'}").stdout
     assert f"{loss:.4f}" in evaluated and not (photos.parent / "cache").exists()
-
-
-def test_auto_takes_what_there_is_room_for(photos, monkeypatch):
-    data, sizes = opened(photos, "data.image_size=44"), {}
-    for layout in ("raw", "jpeg"):
-        with ExitStack() as closing:
-            recipe = load(None, *words_for(photos, "data.cache=disk", f"data.cache_format={layout}"))
-            cached(data, recipe, locate(recipe), print, closing)
-        sizes[layout] = sum(path.stat().st_size for path in blocks_of(photos.parent / "cache"))
-        shutil.rmtree(photos.parent / "cache")
-    assert sizes["jpeg"] < sizes["raw"]
 
 
 def test_sets_that_lie_in_memory_need_none(photos):
@@ -145,14 +109,6 @@ def test_sets_that_lie_in_memory_need_none(photos):
     with ExitStack() as closing:
         assert cached(data, recipe, locate(recipe), print, closing) == (data, recipe)
     assert as_stored(data, recipe) is data
-
-
-def test_photos_that_cannot_be_read_are_named_as_without(photos):
-    (photos / "cat" / "4.png").write_bytes(b"no image")
-    words = "data.cache=disk", "data.cache_size=50"
-    done = trainer(*words_for(photos, f"output={photos.parent / 'stop'}", *words))
-    assert done.returncode == 3 and "4.png cannot be read" in done.stderr
-    assert train(photos, "skip", *words, "data.on_error=skip")[:2] == train(photos, "p", "data.on_error=skip")[:2]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(photos):

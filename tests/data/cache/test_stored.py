@@ -61,7 +61,7 @@ def cache(tmp_path, monkeypatch):
     home = tmp_path / "cache"
     home.mkdir()
     for key, paths in zip(packing.keys, packing.paths, strict=True):
-        assert make(str(home), key.tobytes(), paths, how)
+        make(str(home), key.tobytes(), paths, how)
     return CachedFolder(folder, how, 0, home, packing), home, packing
 
 

@@ -58,11 +58,6 @@ def test_a_class_that_only_held_out_images_have_is_known_to_multilabel(photos):
     assert found.classes == ("bird", "cat") and found.val.labels.tolist() == [[1, 1]] * 4
 
 
-def test_numbers(photos):
-    found = opened(photos, table("file,age,height", [f"{n},{n / 2}" for n in range(8)]), "task.name=regression")
-    assert found.classes == ("age", "height") and found.val.labels.tolist() == [[4, 2], [5, 2.5], [6, 3], [7, 3.5]]
-
-
 def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "mine.csv"
     cells = [f"{part},{n % 2}" for n, part in enumerate(["train", "TRAIN", "Validation", "test", "val", "train"])]
@@ -77,7 +72,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
     [
         ("", [], "needs a header and rows .* such as file,label"),
         ("file\ntrain/0.png\n", [], "needs a header and rows"),
-        (table("file,label", ["cat", "dog", "cat", "dog,x"] * 2), [], "line 5: 3 cells .* the header has 2"),
+        (table("file,label", ["cat", "dog", "cat", "dog,x"] * 2), [], "line 5: 3 cells, and the header has 2"),
         (
             table("file,label", ["cat", "dog", "cat", "dog"] * 2).replace("val/2", "other/2"),
             [],
@@ -122,47 +117,11 @@ CATS = ["cat", "dog"] * 4
 def test_an_image_has_one_line(photos):
     """Else it might be held out under one label, and trained on under another."""
     text = table("file,label", CATS)
-    found = opened(photos, f"{text}./val/0.png,cat\nval/1.png,dog\n")
-    assert (len(found.train), len(found.val)) == (4, 4)
-    assert found.notes["labels"] == "2 repeated lines left out"
-    with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bline 2\b.*\bcat\b"):
-        opened(photos, f"{text}train/0.png,dog\n")
+    for line in ("./train/0.png,cat", "train\\0.png,dog"):
+        with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bline 2\b.*: keep one"):
+            opened(photos, f"{text}{line}\n")
     with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bcat;dog$"):
         opened(photos, f"{text}train/0.png,dog\n", "task.name=multilabel")
-    with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bline 2\b.*\bval\b"):
-        parts = [f"cat,{part}" for part in ("val", "train") * 4]
-        opened(photos, table("file,label,split", parts) + "train/0.png,cat,train\n")
-
-
-def test_rows_repeated_for_training_are_trained_on_as_often(photos):
-    """A way to see rare classes more often; where nothing divides the images, a copy might be held out."""
-    found = opened(photos, table("file,label", CATS) + "train/0.png,cat\n" * 2)
-    assert found.train.labels.tolist() == [0, 1, 0, 1, 0, 0] and len(found.val) == 4 and "labels" not in found.notes
-    assert found.train.images[:, 0, 0, 0].tolist() == [0, 20, 40, 60, 0, 0]
-    parts = [
-        f"{kind},{part}"
-        for kind, part in zip(CATS, ["train", "val"] * 2 + ["train", "train", "val", "val"], strict=True)
-    ]
-    again = "train/0.png,cat,train\ntrain/1.png,dog,val\n"
-    found = opened(photos, table("file,label,split", parts) + again)
-    assert (len(found.train), len(found.val)) == (5, 4)
-    assert found.notes["labels"] == "1 repeated line left out"
-    for name in NAMES:
-        (photos / "flat").mkdir(exist_ok=True)
-        (photos / name).rename(photos / "flat" / name.replace("/", "-"))
-    flat = [f"flat/{name.replace('/', '-')}" for name in NAMES]
-    found = opened(photos, table("file,label", CATS, flat) + f"{flat[0]},cat\n")
-    assert len(found.train) + len(found.val) == 8
-
-
-def test_measures_are_no_classes(photos):
-    says = "age holds 4 different numbers for 4 images, such as 1.5: .*=regression; .* as words, such as class-1.5"
-    with pytest.raises(SetupError, match=says):
-        opened(photos, table("file,age", [f"{n / 2}" for n in range(8)]))
-    assert opened(photos, table("file,dose", ["0.5", "1.0"] * 4)).classes == ("0.5", "1.0")
-    words = [f"class-{n / 2}" for n in range(4)] * 2
-    assert opened(photos, table("file,age", words)).classes == tuple(words[:4])
-    assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("TRUE", "FALSE"), ("1.0", "0.0")])
@@ -174,13 +133,6 @@ def test_columns_of_true_and_false_are_classes(photos, yes, no):
     assert found.classes == ("defect",) and found.train.labels.tolist() == [[1], [0], [1], [0]]
 
 
-def test_images_that_no_line_names_are_counted(photos):
-    """Of the folders that lines name images of: others may be for something else."""
-    found = opened(photos, table("file,label", CATS[:5], NAMES[:5]))
-    assert found.notes["labels"].startswith("3 images ")
-    assert "labels" not in opened(photos, table("file,label", CATS)).notes
-
-
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
@@ -190,14 +142,13 @@ def test_images_that_no_line_names_are_counted(photos):
         (table("file,labels", ["cat|animal", "dog"] * 4), ["task.name=multilabel"], "write ; between classes"),
         (table("file,labels", ["cat;animal", "dog;animal"] * 4), [], r"'cat;animal' .*task\.name=multilabel"),
         (table("file,label", CATS, [f"photos/{name}" for name in NAMES]), [],
-         "line 2: .*photos/train/0.png is not there .8 of 8 .* such as other/2.png"),
-        (table("file,label", CATS, [name[:-4] for name in NAMES]), [], r"such as other/2\.png"),
+         r"line 2: .*photos/train/0\.png is not there: column file has paths below data\.root="),
         ("label,file\n" + "".join(f"{kind},{name}\n" for kind, name in zip(CATS, NAMES, strict=True)), [],
          r"data\.image_column="),
         ("file,label\na.png,k\xe4tzchen".encode("latin-1"), [], "save it as UTF-8"),
         (table("file,label", CATS).encode("utf-16"), [], "save it as UTF-8"),
         (b'file,label\na.png,"' + b"x" * 200_000, [], "field larger than field limit"),
-        (b"file;labels\na.png;cat;dog\n", [], "line 2: 3 cells with ';' between them, and the header has 2"),
+        (b"file;label\ntrain/0.png;cat\n", [], "needs a header and rows with commas or tabs"),
     ],
 )  # fmt: skip
 def test_nothing_is_guessed_and_it_says_what_to_type(photos, text, words, says):
@@ -207,7 +158,7 @@ def test_nothing_is_guessed_and_it_says_what_to_type(photos, text, words, says):
         open_datasets(load(None, *named, *words))
 
 
-@pytest.mark.parametrize("separator", [";", "\t", ","])
+@pytest.mark.parametrize("separator", ["\t", ","])
 def test_separators_empty_lines_and_ends_of_lines(photos, separator):
     text = "\n" + table("file,label", CATS).replace("\n", "\r\n").replace(",", separator) + "\r\n\r\n"
     found = opened(photos, text)
@@ -220,7 +171,7 @@ def test_columns_are_chosen_by_name(photos):
     with pytest.raises(SetupError, match=r"line 2: .*data\.image_column="):
         opened(photos, text)
     words = "data.image_column=photo"
-    with pytest.raises(SetupError, match=r"row, Breed, weight .*data\.label_column=weight"):
+    with pytest.raises(SetupError, match=r"row, Breed, weight: data\.label_column=NAME"):
         opened(photos, text, words)
     found = opened(photos, text, words, "data.label_column=Breed")
     assert found.classes == ("cat0", "cat1") and found.train.labels.tolist() == [0, 1, 0, 1]

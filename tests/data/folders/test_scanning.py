@@ -4,9 +4,13 @@ import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
 from trainer.commands.predict.sources import image_files
+from trainer.data import damaged, open_datasets
+from trainer.data.damaged import without_damage
 from trainer.data.folders import scanning
-from trainer.data.folders.scanning import LeftOut, images_below, listed
+from trainer.data.folders.scanning import LeftOut, images_below
 from trainer.errors import SetupError
+from trainer.processes.resources import locate
+from trainer.recipe import load
 
 
 @pytest.fixture
@@ -14,19 +18,16 @@ def root(tmp_path):
     return photo_set(tmp_path / "pets", {"cat": 4, "dog": 4}, split=True)
 
 
-def clutter(root, unread=".heic"):
+def clutter(root):
     """What phones, systems and people leave among photos."""
     cats = root / "train" / "cat"
     for number in range(3):
-        (cats / f"IMG_{number}{unread.upper()}").write_bytes(b"a photo")
+        (cats / f"IMG_{number}.HEIC").write_bytes(b"a photo")
     for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "Desktop.INI"):
         (cats / name).write_bytes(b"junk")
     (root / "train" / "__MACOSX" / "cat").mkdir(parents=True)
     (root / "train" / "__MACOSX" / "cat" / "._0.jpg").write_bytes(b"junk")
-    (cats / "empty.jpg").touch()
-    (cats / "gone.jpg").symlink_to("nowhere.jpg")
     (cats / "notes.txt").write_text("no image")
-    (cats / "README").write_text("no image")
     photo(root / "train" / "loose.jpg")
     return root
 
@@ -35,32 +36,27 @@ def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
     whole, counted = opened(root), opened(clutter(root))
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
-    kinds = ["3 .HEIC", "1 image", "1 empty", "1 link", "5 hidden", "2 other"]
-    assert [" ".join(kind.split()[:2]) for kind in counted.notes["ignored"].split("; ")] == kinds
-    assert "pip install pillow-heif;" in counted.notes["ignored"] and "(.txt, " in counted.notes["ignored"]
-    assert "(.DS_Store, ._0.jpg, Desktop.INI, Thumbs.db)" in counted.notes["ignored"]
-
-
-def test_predict_counts_them_too_and_gives_an_empty_file_its_row(root, monkeypatch):
-    monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
-    inputs = image_files([str(clutter(root) / "train" / "cat")])
-    assert inputs.count == 6 and any(item.path.endswith("empty.jpg") for item in inputs.items)
+    kinds = {"3 .HEIC files: pip install pillow-heif", "1 image outside the class folders", "5 hidden files"}
+    assert {*counted.notes["ignored"].split("; ")} == {*kinds, "1 other file (.txt)"}
+    inputs = image_files([str(root / "train" / "cat")])
     [ignored] = inputs.ignored
-    assert ignored.startswith("3 .HEIC ") and "pip install pillow-heif; 4 hidden " in ignored
+    assert inputs.count == 4 and "3 .HEIC " in ignored and "4 hidden " in ignored
     with pytest.raises(SetupError, match=r"IMG_0\.HEIC.*pip install pillow-heif"):
         image_files([str(root / "train" / "cat" / "IMG_0.HEIC")])
 
 
-@pytest.mark.parametrize("target", ["nowhere.jpg", "gone.jpg"])
-def test_a_link_to_nothing_is_no_image(root, target):
-    """As where a disk is not mounted: a whole class of them is none."""
-    (root / "train" / "cat" / "gone.jpg").symlink_to(target)
-    found = opened(root)
-    assert len(found.train) == 8 and found.notes["ignored"].startswith("1 link ")
-    for image in (root / "train" / "cat").glob("?.jpg"):
-        image.unlink()
-    with pytest.raises(SetupError, match=r"\bcat .*\b1 link "):
-        opened(root)
+@pytest.mark.parametrize("kind", ["empty", "lost", "circle"])
+def test_an_empty_file_and_a_link_to_nothing_are_damaged_photos(root, kind):
+    """As where a disk is not mounted: they are named, and skipped only where that is typed."""
+    path = root / "train" / "cat" / "0.jpg"
+    path.unlink()
+    path.touch() if kind == "empty" else path.symlink_to("0.jpg" if kind == "circle" else "nowhere.jpg")
+    words = ["data.name=imagefolder", f"data.root={root}", "data.image_size=8"]
+    for crop in ("none", "resized"):  # in memory, and read as they are needed
+        recipe = load(None, *words, f"augment.crop={crop}")
+        with pytest.raises(SetupError, match=r"cat/0\.jpg cannot be read .*data\.on_error=skip"):
+            without_damage(open_datasets(recipe), recipe, locate(recipe))
+    assert damaged.looks_whole(bytes(path)) is False
 
 
 def test_links_between_folders_are_followed_once(tmp_path):

@@ -44,11 +44,6 @@ def test_a_table_without_a_split_gets_one(tmp_path):
     (tmp_path / "labels.csv").write_text("file,label\n" + rows)
     found = opened(tmp_path, "data.labels=labels.csv")
     assert (len(found.train), len(found.val)) == (8, 2) and sorted(found.val.labels.tolist()) == [0, 1]
-    (tmp_path / "labels.csv").write_text(
-        "file,cats,dogs\n" + "".join(f"{number}.jpg,1,{number % 2}\n" for number in range(10))
-    )
-    several = opened(tmp_path, "data.labels=labels.csv", "task.name=multilabel", "data.val_fraction=0.3")
-    assert (len(several.train), len(several.val)) == (7, 3) and several.split_table().startswith("file,label,split\n")
 
 
 def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
@@ -128,20 +123,9 @@ def test_a_run_remembers_its_split(tmp_path):
     with (tmp_path / "predicted" / "predictions.csv").open(newline="") as file:
         predicted = list(csv.DictReader(file))
     assert [row["path"] for row in predicted] == [str(photos / name) for name in held_out]
-    assert (
-        {row["label"] for row in predicted} == {"blue", "red"} == {row["class"] for row in predicted} | {"blue", "red"}
-    )
+    assert {row["label"] for row in predicted} == {"blue", "red"}
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if killed in the second epoch
     said = ok(*words, "epochs=2", "resume=auto").stdout
     held_out_by = result(run)["facts"]["held out"]
     assert "26 training images, 4 held out, " in said
     assert held_out_by.startswith("4 of ") and "(split.csv)" in held_out_by
-    elsewhere = tmp_path / "elsewhere"
-    coloured(elsewhere / "blue" / "x.jpg", (0, 0, 200))
-    coloured(elsewhere / "red" / "x.jpg", (200, 0, 0))
-    assert "2 held-out images" in ok("evaluate", f"checkpoint={run}", f"data.root={elsewhere}").stdout
-    again = trainer(
-        *words[: -len(QUIET) - 1], f"data.labels={run / SPLIT_FILE}", "max_steps=1", f"output={tmp_path / 'again'}"
-    )
-    assert "16 training images, 4 held out, " in again.stdout
-    assert "split.csv" in result(tmp_path / "again")["facts"]["held out"]

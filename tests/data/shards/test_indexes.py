@@ -1,23 +1,21 @@
-"""An index is made once, and again where it does not fit."""
+"""An index is made once, and again where it does not fit; a shard is opened when it is read, and is what it was."""
 
 import os
+import pickle
 import random
-import sys
 import threading
 
 import numpy as np
 import pytest
 
-from tests import warm
-from tests.command_line import environment
 from tests.data.shards.making import tarred, with_classes
 from trainer.data.shards import tars
-from trainer.data.shards.indexes import ARRAYS, ShardFile, kept, path_of, read
+from trainer.data.shards.indexes import ARRAYS, OPEN, ShardFile, kept, opened, path_of
 
 
 @pytest.fixture
 def shard(tmp_path):
-    return ShardFile.of(tarred(tmp_path / "a.tar", [*with_classes([0, 1, 2]), ("x.cls", b"1"), ("y.txt", b"")]))
+    return ShardFile.of(tarred(tmp_path / "a.tar", [*with_classes([0, 1, 2]), ("y.txt", b"")]))
 
 
 def made(shard, how="here"):
@@ -28,21 +26,16 @@ def made(shard, how="here"):
 
 
 def same(one, other):
-    return one.contents == other.contents and all(
-        np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS
-    )
+    facts = [{key: value for key, value in vars(each).items() if key not in ARRAYS} for each in (one, other)]
+    return facts[0] == facts[1] and all(np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS)
 
 
-def test_it_is_kept_as_it_is(shard, kept):
+def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard, kept):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
-    assert again.contents.wrong == {"a class and no image": (1, "x")} and again.contents.left == {".txt": 1}
+    assert again.texts == ["0", "1", "2"] and again.left == {"other file(s) (.txt)": 1}
     assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
-
-
-def test_of_a_shard_that_has_changed_it_is_made_anew(shard):
-    made(shard)
     os.utime(shard.path, ns=(1, 1))
     changed = ShardFile.of(os.fsdecode(shard.path))
     assert made(changed)[1] and not made(changed)[1]
@@ -53,7 +46,7 @@ def test_a_damaged_one_is_made_anew(shard):
     first, _ = made(shard)
     path, draw = path_of(shard), random.Random(0)
     whole = path.read_bytes()
-    for number in range(120):
+    for number in range(60):
         damaged = bytearray(whole)
         if number % 3 == 0:
             del damaged[draw.randrange(len(damaged)) :]
@@ -71,38 +64,52 @@ def test_a_folder_that_cannot_be_written(shard, monkeypatch, tmp_path):
     assert len(made(shard)[0]) == 3
 
 
-def test_two_at_once(shard, kept):
-    first, found = tars.look(shard), []
-    threads = [threading.Thread(target=lambda: found.append(made(shard)[0])) for _ in range(8)]
+def in_threads(count, function):
+    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8 and all(same(one, first) for one in found)
-    assert {path.suffix for path in kept.iterdir()} <= {".npz"}
 
 
-def test_who_is_killed_while_writing_leaves_nothing_to_clean_up(shard, kept):
-    """Killed at each of the moments: the draft made, half written, whole."""
-    code = """
-import os, sys, numpy as np
-from trainer.data.shards import tars, indexes
-from trainer.data.shards.indexes import ShardFile
-moment = sys.argv[2]
-savez = np.savez
-def die(file, **arrays):
-    if moment == "whole":
-        savez(file, **arrays)
-    if moment == "half":
-        file.write(b"PK" * 100); file.flush()
-    os.kill(os.getpid(), 9)
-np.savez = die
-tars.index(ShardFile.of(sys.argv[1]))
-"""
-    for moment in ("made", "half", "whole"):
-        command = [sys.executable, "-c", code, os.fsdecode(shard.path), moment]
-        done = warm.run(command, env=environment(TRAINER_DATA=str(kept.parent)), capture_output=True)
-        assert done.returncode == -9, done.stderr
-        assert read(path_of(shard), {}) is None
-    assert made(shard)[1]
+def test_the_draft_of_one_who_was_killed_is_overwritten(shard, kept):
+    kept.mkdir()
+    path_of(shard).with_suffix(".part").write_bytes(b"PK" * 10**6)
+    assert made(shard)[1] and not made(shard)[1]
     assert [path.suffix for path in kept.iterdir()] == [".npz"]
+
+
+def shards(tmp_path, count):
+    for n in range(count):
+        (tmp_path / str(n)).write_bytes(b"%04d" % n * 100)
+    return [ShardFile.of(tmp_path / str(n)) for n in range(count)]
+
+
+def test_some_are_open_at_a_time_and_what_a_thread_reads_stays_so(tmp_path):
+    opened.cache_clear()
+    before, files, wrong = len(os.listdir("/proc/self/fd")), shards(tmp_path, OPEN * 3), []
+
+    def read(start):
+        for n in range(2000):
+            number = (31 * start + 7 * n) % len(files)
+            if files[number].read(0, 4).tobytes() != b"%04d" % number:
+                wrong.append(number)
+
+    in_threads(8, read)
+    assert not wrong and len(os.listdir("/proc/self/fd")) == before + OPEN
+    opened.cache_clear()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_shard_that_was_exchanged_is_noticed(tmp_path):
+    (shard,) = shards(tmp_path, 1)
+    again = pickle.loads(pickle.dumps(shard))
+    os.utime(tmp_path / "0", ns=(1, 1))
+    with pytest.raises(OSError, match=r"0\b.* changed"):
+        again.read(0, 4)
+    os.utime(tmp_path / "0", ns=(1, shard.time))
+    assert shard.read(0, 4).tobytes() == b"0000"
+    with open(tmp_path / "0", "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(OSError, match="was cut"):
+        shard.read(90, 20)

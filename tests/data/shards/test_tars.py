@@ -1,4 +1,4 @@
-"""Which samples a tar holds, by WebDataset's conventions and by folders, and what is left out."""
+"""Which samples a tar holds, by WebDataset's conventions and by folders, and what is refused."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
+from tests.data.shards.making import in_folders, jpeg, opened, tarred
 from trainer.data.shards import tars
 from trainer.data.shards.indexes import ShardFile
 from trainer.errors import SetupError
@@ -21,7 +21,7 @@ def looked(tmp_path, members, **options):
 
 def samples(index):
     """(name, class or None) of each."""
-    texts = [*index.contents.texts, None]
+    texts = [*index.texts, None]
     return [(name, texts[label]) for name, label in zip(index.listed(), index.labels.tolist(), strict=True)]
 
 
@@ -31,12 +31,9 @@ def test_bytes_lie_where_it_is_said(tmp_path):
     assert samples(index) == [(name, None) for name, _ in members]
     for (_, data), (start, size) in zip(members, index.places.tolist(), strict=True):
         assert tars.encoded(shard, start, size).tobytes() == data
-    assert [index.contents.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
-
-
-def test_a_class_beside_each_image(tmp_path):
-    _, index = looked(tmp_path, [*with_classes([3, 0, 12]), ("z.jpg", jpeg()), ("z.cls", b" 7\n")])
-    assert samples(index) == [("000000.jpg", "3"), ("000001.jpg", "0"), ("000002.jpg", "12"), ("z.jpg", "7")]
+    assert [index.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
+    with pytest.raises(ValueError, match="larger than"):
+        tars.encoded(shard, 512, 2**40)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +43,6 @@ def test_a_class_beside_each_image(tmp_path):
         ("json", json.dumps({"label": 4, "url": "x"}).encode(), "4"),
         ("json", json.dumps({"cls": "cat"}).encode(), "cat"),
         ("json", json.dumps({"caption": "cat"}).encode(), None),
-        ("json", b"[1]", None),
-        ("txt", b"a cat on a mat", None),
         ("meta.json", b'{"url": "x"}', None),
     ],
 )
@@ -62,98 +57,52 @@ def test_what_tells_a_class(tmp_path, suffix, content, wanted):
         ("cls", b""),
         ("cls", b"two\nlines"),
         ("cls", b"\xff\xfe"),
-        ("cls", b"9" * 5000),
         ("left.cls", b"cat"),
         ("meta.json", b'{"label": 3}'),
         ("json", json.dumps({"label": True}).encode()),
         ("json", json.dumps({"label": None}).encode()),
         ("json", json.dumps({"label": 3.0}).encode()),
-        ("json", json.dumps({"label": [1]}).encode()),
         ("json", json.dumps({"label": 1, "caption": "x" * 2**20}).encode()),
-        ("json", b"3"),
         ("json", b"[" * 100_000),
-        ("json", b"no json"),
     ],
 )
 def test_a_label_that_is_not_understood_is_named_and_no_folder_stands_for_it(tmp_path, suffix, content):
-    shard, index = looked(tmp_path, [("a/1.jpg", jpeg()), (f"a/1.{suffix}", content), ("b/2.jpg", jpeg())])
-    assert samples(index) == [("b/2.jpg", None)]
-    [(count, first)] = index.contents.wrong.values()
-    assert (count, first) == (1, f"a/1.{suffix}")
-    with pytest.raises(SetupError, match=rf"a/1\.{suffix}\b.*data\.on_error=skip"):
-        opened(str(shard))
-
-
-def test_names_with_dots_have_no_class_beside_them(tmp_path):
-    """WebDataset takes holiday for the name of them all."""
-    pairs = [(f"{name}/holiday.{n}", name) for name in ("cat", "dog") for n in range(5)]
-    members = [one for at, name in pairs for one in ((f"{at}.jpg", jpeg()), (f"{at}.cls", name.encode()))]
-    with pytest.raises(SetupError, match=r"\b2 samples .*cat/holiday\.0\.cls\b"):
-        opened(tarred(tmp_path / "a.tar", members))
-
-
-def test_of_a_class_in_two_files_the_plain_one_counts(tmp_path):
-    members = [("1.json", b'{"label": 4}'), ("1.jpg", jpeg()), ("1.cls", b"5"), ("1.coarse.cls", b"7")]
-    _, index = looked(tmp_path, members)
-    assert samples(index) == [("1.jpg", "5")]
-
-
-def test_suffixes_of_images(tmp_path):
-    names = ["1.jpg", "2.JPEG", "3.png", "4.img", "5.webp", "a.b/6.x.Png"]
-    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
-    assert [name for name, _ in samples(index)] == names and not index.contents.left
-
-
-def test_dots_in_names_are_no_samples_of_several_images(tmp_path):
-    names = ["cat/photo.1.jpg", "cat/photo.2.jpg", "dog/photo.1.jpg"]
-    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
-    assert [name for name, _ in samples(index)] == names and not index.contents.wrong
-
-
-def test_beside_an_image_other_images_of_the_sample_are_left_alone(tmp_path):
-    _, index = looked(tmp_path, [("1.cls", b"1"), ("1.jpg", jpeg()), ("1.mask.png", jpeg()), ("1.txt", b"a cat")])
-    assert samples(index) == [("1.jpg", "1")] and index.contents.left == {".txt": 1}
+    path = tarred(tmp_path / "a.tar", [("a/1.jpg", jpeg()), (f"a/1.{suffix}", content), ("b/2.jpg", jpeg())])
+    with pytest.raises(SetupError, match=rf"a\.tar: .*a/1\.{suffix}\b.*data\.root="):
+        opened(path, "data.on_error=skip")
 
 
 @pytest.mark.parametrize(
-    ("members", "why", "first"),
+    ("members", "first"),
     [
-        ([("1.jpg", jpeg()), ("1.png", jpeg()), ("1.cls", b"1")], "several images and one class", "1"),
-        ([("a/1.cls", b"1"), ("a/1.txt", b"")], "a class and no image", "a/1"),
-        ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], "the same name as another one", "1.jpg"),
+        ([("1.jpg", jpeg()), ("1.png", jpeg()), ("1.cls", b"1")], r"1\.jpg .*\bseveral images and one class"),
+        ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], r"1\.jpg is in it twice"),
+        # WebDataset takes holiday for the name of both.
+        ([("h.0.jpg", jpeg()), ("h.0.cls", b"a"), ("h.1.jpg", jpeg()), ("h.1.cls", b"b")], r"h\.0\.cls .*NAME\.cls"),
     ],
 )
-def test_samples_that_make_no_sense(tmp_path, members, why, first):
-    _, index = looked(tmp_path, [("0.jpg", jpeg()), ("0.cls", b"0"), *members])
-    assert index.contents.wrong == {why: (1, first)} and samples(index)[0] == ("0.jpg", "0")
+def test_samples_that_make_no_sense(tmp_path, members, first):
+    with pytest.raises(SetupError, match=first):
+        looked(tmp_path, [("0.jpg", jpeg()), ("0.cls", b"0"), *members])
+
+
+def test_suffixes_and_dots_in_names(tmp_path):
+    names = ["1.jpg", "2.JPEG", "3.png", "4.img", "5.webp", "a.b/6.x.Png", "cat/photo.1.jpg", "cat/photo.2.jpg"]
+    _, index = looked(tmp_path, [(name, jpeg()) for name in names])
+    assert [name for name, _ in samples(index)] == names and not index.left
+
+
+def test_beside_an_image_and_its_class_others_of_the_sample_are_left_alone(tmp_path):
+    members = [("1.json", b'{"label": 4}'), ("1.cls", b"1"), ("1.jpg", jpeg()), ("1.mask.png", jpeg())]
+    _, index = looked(tmp_path, [*members, ("1.txt", b"a cat")])
+    assert samples(index) == [("1.jpg", "1")] and index.left == {"other file(s) (.txt)": 1}
 
 
 def test_what_is_no_photo_is_counted(tmp_path):
-    members = [("cat", None), ("cat/1.jpg", jpeg()), ("cat/._1.jpg", b"x"), ("cat/2.jpg", b""), ("cat/3.jpg", "1.jpg")]
+    members = [("cat", None), ("cat/1.jpg", jpeg()), ("cat/._1.jpg", b"x"), ("cat/3.jpg", "1.jpg"), ("b/1.cls", b"1")]
     _, index = looked(tmp_path, [*members, ("README", b"x"), ("cat/4.txt", b"x"), ("cat/5.jpg.gz", b"x")])
-    left = {"hidden": 1, "empty": 1, "links": 1, "without a suffix": 1, ".txt": 1, ".gz": 1}
-    assert index.contents.left == left and len(index) == 1
-
-
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
-def test_a_compressed_tar_is_refused_with_what_to_type(tmp_path, kind):
-    path = tmp_path / f"a.tar.{kind}"
-    with tarfile.open(path, f"w:{kind}"):
-        pass
-    with pytest.raises(SetupError, match=rf"a\.tar\.{kind} .*\.tar\b"):
-        tars.look(ShardFile.of(path))
-
-
-def test_a_cut_tar_tells_what_is_whole(tmp_path):
-    path = tarred(tmp_path / "a.tar", with_classes([0, 1, 2]))
-    whole, seen = path.read_bytes(), set()
-    for end in range(0, len(whole), 256):
-        path.write_bytes(whole[:end])
-        index = tars.look(ShardFile.of(path))
-        assert samples(index) == [(f"{n:06}.jpg", str(n)) for n in range(len(index))]
-        seen.add((len(index), bool(index.contents.broken)))
-        assert len(index) == 3 or "not a tar" not in index.contents.broken
-    assert {(1, True), (2, True), (3, False)} <= seen
+    others = [f"other file(s) ({suffix})" for suffix in ("without a suffix", ".txt", ".gz", ".cls")]
+    assert index.left == dict.fromkeys([*others, "hidden file(s)", "link(s) in shards"], 1) and len(index) == 1
 
 
 def test_images_are_not_read_to_index_them(tmp_path):
@@ -171,23 +120,21 @@ def test_images_are_not_read_to_index_them(tmp_path):
     assert index.places.tolist() == [[512, member.size]] and peak < 3 * 2**20
 
 
-def test_an_image_larger_than_images_are_is_not_read(tmp_path):
-    shard, _ = looked(tmp_path, in_folders({"cat": 1}))
-    with pytest.raises(ValueError, match="larger than"):
-        tars.encoded(shard, 512, 2**40)
-
-
 LONG = "a" * 90 + "/" + "é" * 60 + "/" + "c" * 120 + ".jpg"
 SIZES = (1, 511, 512, 513, 5000, 40_000)
 RAW = [(f"{n // 9}/{n:04}.jpg", random.Random(n).randbytes(SIZES[n % 6])) for n in range(40)]
 
 
 def raw(path):
-    """(name, bytes) of all images of a tar, and what is wrong with it."""
+    """(name, bytes) of all images of a tar; or what is wrong with it."""
     shard = ShardFile.of(path)
-    index = tars.look(shard)
+    try:
+        index = tars.look(shard)
+    except SetupError as error:
+        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        return str(error)
     places = (tars.encoded(shard, start, size).tobytes() for start, size in index.places.tolist())
-    return [*zip(index.listed(), places, strict=True)], index.contents.broken
+    return [*zip(index.listed(), places, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["v7", "oldgnu", "gnu", "posix"])
@@ -198,28 +145,29 @@ def test_what_gnu_tar_writes(tmp_path, kind):
         (tmp_path / "in" / name).write_bytes(data)
     command = ["tar", f"--format={kind}", "--sort=name", "-C", tmp_path / "in", "-cf", tmp_path / "a.tar", "."]
     subprocess.run(command, check=True)
-    assert raw(tmp_path / "a.tar") == (members, "")
+    assert raw(tmp_path / "a.tar") == members
 
 
 def test_every_cut_is_noticed_or_loses_nothing(tmp_path):
     wanted = RAW[:8]
     whole = tarred(tmp_path / "a.tar", wanted).read_bytes()
-    for end in [*range(0, len(whole), 509), *range(0, len(whole), 512)]:
+    cuts = [*range(0, len(whole), 509), *range(0, len(whole), 512)]
+    for end in cuts:
         (tmp_path / "cut.tar").write_bytes(whole[:end])
-        found, wrong = raw(tmp_path / "cut.tar")
-        assert found == wanted[: len(found)] and (wrong or found == wanted), end
+        found = raw(tmp_path / "cut.tar")
+        assert isinstance(found, str) or found == wanted, end
 
 
 def test_every_flipped_bit_of_a_header_is_noticed(tmp_path):
     """Of the second one, where tarfile ends without a word; but those of the checksum that mean the same."""
     path, members = tmp_path / "b.tar", RAW[1:4]
     whole = tarred(tmp_path / "a.tar", members, format=tarfile.USTAR_FORMAT).read_bytes()
-    for bit in range(1024 * 8, 1524 * 8, 7):
+    for bit in range(1024 * 8, 1524 * 8, 13):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        found, wrong = raw(path)
-        assert (found == members[:1] and wrong) or (148 <= bit // 8 - 1024 < 156 and found == members)
+        found = raw(path)
+        assert isinstance(found, str) or (148 <= bit // 8 - 1024 < 156 and found == members)
 
 
 def test_a_header_that_is_zeros_is_no_end_and_joined_tars_are_refused(tmp_path):
@@ -227,11 +175,10 @@ def test_a_header_that_is_zeros_is_no_end_and_joined_tars_are_refused(tmp_path):
     whole = tarred(tmp_path / "a.tar", members).read_bytes()
     for damaged in (whole[:1024] + bytes(512) + whole[1536:], whole + whole):
         path.write_bytes(damaged)
-        found, wrong = raw(path)
-        assert found == members[: 1 if len(damaged) == len(whole) else 3] and "tar -A" in wrong
+        assert "tar -A" in raw(path)
 
 
-def test_noise_behind_a_header_ends_in_a_sentence(tmp_path):
+def test_noise_ends_in_a_sentence(tmp_path):
     draw, path = random.Random(0), tmp_path / "a.tar"
     whole = tarred(tmp_path / "b.tar", [(LONG, b"one"), ("two.jpg", b"x" * 700)], format=tarfile.PAX_FORMAT)
     whole = whole.read_bytes()
@@ -240,7 +187,12 @@ def test_noise_behind_a_header_ends_in_a_sentence(tmp_path):
         for _ in range(draw.randint(1, 20)):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         path.write_bytes(damaged)
-        raw(path)  # ends, and raises nothing else
+        raw(path)
+    with tarfile.open(path, "w:gz") as file:
+        file.add(__file__)
+    for other in (path.read_bytes(), b"<html>not found</html>" * 100, b""):
+        path.write_bytes(other)
+        assert "compressed, or not a tar file" in raw(path)
 
 
 @pytest.mark.parametrize("kind", ["gnu", "posix"])
@@ -249,5 +201,5 @@ def test_sparse_files_are_refused(tmp_path, kind):
         file.truncate(2**20)
     path = tmp_path / "a.tar"
     subprocess.run(["tar", f"--format={kind}", "-S", "-C", tmp_path, "-cf", path, "hole.jpg"], check=True)
-    found, wrong = raw(path)
-    assert not found and "hole.jpg" in wrong and "--sparse" in wrong
+    found = raw(path)
+    assert "hole.jpg" in found and "--sparse" in found

@@ -58,7 +58,7 @@ def image_files(roots: Sequence[str]) -> Inputs:
 
 def _paths_of(root: str) -> tuple[list[str], str]:
     """The images of a folder, a list or a file, and other files there in words. Raises SetupError."""
-    path, left = Path(root).expanduser(), LeftOut(empty=False)  # an empty file has a row that says so
+    path, left = Path(root).expanduser(), LeftOut()
     wanted = "give a folder of images (JPEG, PNG, WebP, ...), an image, a file with a path a line, or - for stdin"
     try:
         if path.is_dir():

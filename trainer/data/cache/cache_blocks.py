@@ -91,12 +91,8 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
 
 
 def _fill(descriptor: int, buffer: Bytes, place: int) -> None:
-    done = 0
-    while done < buffer.nbytes:
-        some = os.preadv(descriptor, [buffer[done:].data], place + done)
-        if not some:
-            raise DamagedError("it ends too early")
-        done += some
+    if os.preadv(descriptor, [buffer.data], place) < buffer.nbytes:
+        raise DamagedError("it ends too early")
 
 
 def _check(key: bytes, row: int, entry: Any, data: Bytes) -> int:

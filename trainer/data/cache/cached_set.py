@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,12 +15,14 @@ from trainer.data.cache.stored import CachedFolder, Format, Packing, pack
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.photo_reader import shorter_side
 from trainer.data.photos.pixel_range import wanted_of
-from trainer.errors import RecipeError
+from trainer.errors import DiskFullError, RecipeError
 from trainer.processes.rank import Place
 from trainer.processes.resources import cores
 from trainer.processes.world import PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.telemetry.readable import as_size
+
+SPARE = 2**28  # bytes that stay free on the disk
 
 Folders = tuple[EncodedPhotos, EncodedPhotos]  # for training, and held out
 
@@ -29,14 +32,9 @@ def cached(
 ) -> tuple[Datasets, Recipe]:
     """The same set, its photos read from the cache until `closing` is closed; the cache is built where it is missing.
 
-    Sets in memory stay as they are. The recipe that is returned has the format and size of the cache. Collective.
-
-    Args:
-        say: prints a line, on one rank.
-
-    Raises:
-        RecipeError: the photos are not files of this machine.
-        SetupError, DiskFullError, PeerError: it cannot be built.
+    Sets in memory stay as they are. The recipe that is returned has the format and size of the cache. Collective. `say`
+    prints a line, on one rank. Raises RecipeError: the photos are not files of this machine; SetupError, DiskFullError,
+    PeerError: it cannot be built.
     """
     options = recipe.data
     if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
@@ -47,7 +45,7 @@ def cached(
             "set data.cache=off"
         )
     folders = data.train, data.val
-    how = _how(recipe, data, recipe.data.cache_format or "raw")
+    how = _how(recipe, data, options.cache_format or "raw")
     home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), PATIENCE)
     train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
     recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
@@ -77,13 +75,16 @@ def _filled(
     home, lock = homes.opened(recipe.data, how, packing)
     closing.callback(os.close, lock)
     absent = [path for block in building.missing(packing, home) for path in packing.paths[block]]
-    needed = building.estimate(absent, how)
-    if not needed.photos:
+    if not absent:
         say(f"  cache: {home}, whole")
         return home, packing
-    building.require_room(home, needed, how)
+    needed, free = building.bytes_of(absent, how), shutil.disk_usage(home).free
+    if needed + SPARE > free:
+        raise DiskFullError(
+            f"the cache of {len(absent):,} photos takes about {as_size(needed)}, and {home} has {as_size(free)} free: "
+            "data.cache_format=jpeg takes a tenth of raw, data.cache_dir=FOLDER another disk, or data.cache=off"
+        )
+    say(f"  cache: {len(absent):,} photos to {home}, about {as_size(needed)}")
     workers = recipe.data.workers or max(1, cores() // place.local_size)
-    say(f"  cache: {needed.photos:,} photos to {home}, about {as_size(needed.bytes)}")
-    show = recipe.logging.progress and place.local_rank == 0
-    building.build(packing, how, home, workers, show, recipe.timeout, place.local_size)
+    building.build(packing, how, home, workers, recipe.logging.progress and place.local_rank == 0, recipe.timeout)
     return home, packing

@@ -20,7 +20,7 @@ import xxhash
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.stored import Format, Packing
 from trainer.data.downloads import data_folder
-from trainer.errors import SetupError, TrainerError
+from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
 from trainer.saving.files import write_atomically
@@ -28,69 +28,48 @@ from trainer.saving.files import write_atomically
 ABOUT, USED = "about.json", ".used"
 
 
-def parent(data: DataRecipe) -> Path:
+def parent(cache_dir: str | None) -> Path:
     """The folder of all caches."""
-    return Path(data.cache_dir).expanduser() if data.cache_dir else data_folder(DataRecipe()) / "cache"
+    return Path(cache_dir).expanduser() if cache_dir else data_folder(DataRecipe()) / "cache"
 
 
 def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
     """The folder of the cache of data.root, created where there is none, and its lock, to be closed.
 
-    Blocks that hold none of today's photos are removed, unless another process uses the cache. Raises SetupError,
-    DiskFullError.
+    Blocks that hold none of today's photos are removed, unless another process uses the cache. Raises SetupError.
     """
-    above = parent(data)
+    above = parent(data.cache_dir)
     keep = {key.tobytes().hex() + cache_blocks.SUFFIX for key in packing.keys}
     path = above / name_of(data, how)
     try:
         lock = None
         while lock is None:
-            above.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             lock = _held(path, keep)
-        facts = {"format": how.layout, "size": how.size, "channels": how.channels}
-        _describe(path, {"root": str(data.root), **facts, "photos": sum(map(len, packing.paths))})
-    except TrainerError:
-        raise
     except OSError as error:
         why = error.strerror or error
         raise SetupError(f"{above} cannot be written ({why}); data.cache_dir=FOLDER chooses another folder") from None
+    facts = {"root": str(data.root), "format": how.layout, "size": how.size, "photos": sum(map(len, packing.paths))}
+    with suppress(OSError):  # another user's, or read-only; its time is when the cache was last used
+        write_atomically(path / ABOUT, json.dumps(facts, indent=1) + "\n")
     return path, lock
 
 
 def _held(path: Path, keep: Set[str]) -> int | None:
     """A folder's lock, shared; None where another process removed the folder before it was locked."""
     with suppress(FileNotFoundError):
-        path.mkdir(exist_ok=True)
         lock = locks.open_lock(path / USED)
         if locks.lock_alone(lock):
-            _prune(path, keep)
+            for name in os.listdir(path):
+                if name not in keep and name.endswith((cache_blocks.SUFFIX, cache_blocks.DRAFT)):
+                    with suppress(OSError):
+                        os.unlink(path / name)
         locks.lock_shared(lock)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path / USED)):
                 return lock
         os.close(lock)
     return None
-
-
-def _prune(path: Path, keep: Set[str]) -> None:
-    with suppress(FileNotFoundError):
-        for name in os.listdir(path):
-            if name not in keep and name.endswith((cache_blocks.SUFFIX, cache_blocks.DRAFT)):
-                with suppress(OSError):
-                    os.unlink(path / name)
-
-
-def _describe(path: Path, about: dict[str, object]) -> None:
-    """Write about.json, or set its time: when the cache was last used."""
-    text = json.dumps(about, indent=1) + "\n"
-    try:
-        if (path / ABOUT).read_text() == text:
-            with suppress(OSError):  # another user's, or read-only
-                os.utime(path / ABOUT)
-            return
-    except (OSError, ValueError):
-        pass
-    write_atomically(path / ABOUT, text)
 
 
 def name_of(data: DataRecipe, how: Format) -> str:

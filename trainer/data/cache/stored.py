@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,13 +164,11 @@ class CachedFolder(EncodedPhotos):
         block, row = self._rows[index].tolist()
         key = self._keys[block].tobytes()
         path = block_path(self.home, key)
-        try:
-            return cache_blocks.read(path, key, row)
-        except DamagedError:
-            with suppress(OSError):
+        with suppress(OSError):
+            try:
+                return cache_blocks.read(path, key, row)
+            except DamagedError:
                 os.unlink(path)  # the next run builds it again
-        except OSError:
-            pass
         return None
 
 
@@ -186,7 +184,7 @@ def measure_reading(
     A photo that was read before may come from the page cache, as it does in training.
     """
     index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
-    rows: list[tuple[float, float, float, float] | None] = []
+    rows: list[tuple[float, float, float, float]] = []
     threads, ends = torch.get_num_threads(), time.perf_counter() + seconds
     torch.set_num_threads(1)  # as in a loader worker
     try:
@@ -194,46 +192,41 @@ def measure_reading(
             draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
             for row, place in enumerate(index.tolist()):
                 if row < 2 or time.perf_counter() < ends:
-                    rows.append(_of(folder, place, row, draws, recipe, size, channels))
+                    with suppress(Exception):  # decoders raise anything at all; training reports it
+                        rows.append(_of(folder, place, row, draws, recipe, size, channels))
     finally:
         torch.set_num_threads(threads)
-    known = [row for row in rows[1 if len(rows) > 1 else 0 :] if row is not None]  # the first one warms up
+    known = rows[1 if len(rows) > 1 else 0 :]  # the first one warms up
     return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
 
 
 def _of(
     folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: int, channels: int
-) -> tuple[float, float, float, float] | None:
+) -> tuple[float, float, float, float]:
     """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
-    spent: list[float] = []
+    began, opened, spent = time.perf_counter(), 0.0, list[float]()
+    if isinstance(folder, CachedFolder):
+        picture = folder.open(place, channels)[0]
+        read = time.perf_counter() - began
+    else:
+        data = encoded(folder.address(place))
+        read = time.perf_counter() - began
+        picture = open_encoded(data, channels, folder.pixel_range)
+        opened = time.perf_counter() - began - read  # includes decoding, but of JPEGs
 
-    def timed(decode: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-        def decoded(factor: int) -> Tensor:
-            began = time.perf_counter()
-            image = decode(factor)
-            spent.append(time.perf_counter() - began)
-            return image
+    def timed(factor: int) -> Tensor:
+        began = time.perf_counter()
+        image = picture.decode(factor)
+        spent.append(time.perf_counter() - began)
+        return image
 
-        return decoded
-
-    with suppress(Exception):  # decoders raise anything at all; training reports it
-        began = time.perf_counter()
-        if isinstance(folder, CachedFolder):
-            picture = folder.open(place, channels)[0]
-            read, opened = time.perf_counter() - began, 0.0
-        else:
-            data = encoded(folder.address(place))
-            read = time.perf_counter() - began
-            picture = open_encoded(data, channels, folder.pixel_range)
-            opened = time.perf_counter() - began - read  # includes decoding, but of JPEGs
-        began = time.perf_counter()
-        draws.apply(row, replace(picture, decode=timed(picture.decode)), size)
-        whole = time.perf_counter() - began
-        kept = recipe.data.cache_size or shorter_side(size)
-        how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
-        stored = prepared(folder.address(place), how)
-        began = time.perf_counter()
-        xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as reading from the cache does
-        draws.apply(row, picture_of(stored, how), size)
-        return read, opened + spent[0], whole - spent[0], time.perf_counter() - began
-    return None
+    began = time.perf_counter()
+    draws.apply(row, replace(picture, decode=timed), size)
+    whole = time.perf_counter() - began
+    kept = recipe.data.cache_size or shorter_side(size)
+    how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
+    stored = prepared(folder.address(place), how)
+    began = time.perf_counter()
+    xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as reading from the cache does
+    draws.apply(row, picture_of(stored, how), size)
+    return read, opened + spent[0], whole - spent[0], time.perf_counter() - began

@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.data.class_names import class_names
-from trainer.data.folders.scanning import LeftOut, class_images, few, listed
+from trainer.data.folders.scanning import LOOSE, LeftOut, few, images_below, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
-from trainer.saving.files import csv_text, opened, portable
+from trainer.saving.files import opened, portable
 from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import run_folder
 
@@ -28,7 +28,6 @@ from trainer.saving.run_names import run_folder
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 TRAIN, TEST, HELD_OUT = PARTS["train"], PARTS["test"], PARTS["val"] + PARTS["test"]
 SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
-HEADER = ("file", "label", "split")
 
 
 class ClassFolders(NamedTuple):
@@ -37,11 +36,6 @@ class ClassFolders(NamedTuple):
     train: Path
     held_out: Path | None  # None where a part of the training images is to be held out
     beside: tuple[str, ...] = ()  # folders that belong to neither
-
-    def notes(self, test: bool) -> dict[str, str]:
-        """For a run's banner. Raises SetupError where `test` is asked for and not there."""
-        parts = {"train", part_named(self.held_out.name)} if self.held_out else set()
-        return held_out_of(parts, test, self.train)[1]
 
 
 def part_named(name: str) -> str | None:
@@ -64,10 +58,10 @@ def held_out_of(parts: Collection[str | None], test: bool, where: object) -> tup
 def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
     """Where `root` has its training and its held-out images; the latter are those of `test` where it is asked for.
     Raises SetupError."""
-    folders, images = listed(root, LeftOut())
-    train, held_out = _named(root, folders, TRAIN), _held_out(root, folders, test)
+    folders, _ = listed(root, LeftOut())
+    train, held_out = _named(folders, TRAIN), _held_out(root, folders, test)
     if train is not None:
-        left.loose += len(listed(root, left)[1])  # else `classes_of` counts the images beside the classes
+        left[LOOSE] += len(listed(root, left)[1])  # else `classes_of` counts the images beside the classes
         others = tuple(name for name in folders if root / name not in (root / train, held_out))
         return ClassFolders(root / train, held_out, others)
     if held_out is not None:
@@ -76,75 +70,59 @@ def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
             f"{root} holds {held_out.name} and no train: move the classes to be trained to {root / 'train'}, or type "
             f"{alone}, which trains on that and holds out a part"
         )
-    if not folders:
-        raise SetupError(_flat(root, images))
     above = root.absolute().parent
-    if root.absolute().name.lower() in TRAIN and os.access(above, os.R_OK):
+    if folders and root.absolute().name.lower() in TRAIN and os.access(above, os.R_OK):
         held_out = _held_out(above, listed(above, LeftOut())[0], test)
     return ClassFolders(root, held_out)
 
 
 def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
     """The held-out part among a folder's folders; not a test part without classes, as competitions have one."""
-    name = _named(root, folders, TEST if test else HELD_OUT)
-    return (
-        None if name is None or (part_named(name) == "test" and not listed(root / name, LeftOut())[0]) else root / name
-    )
+    name = _named(folders, TEST if test else HELD_OUT)
+    alone = name is None or (part_named(name) == "test" and not listed(root / name, LeftOut())[0])
+    return None if name is None or alone else root / name
 
 
-def _named(root: Path, folders: Sequence[str], names: Sequence[str]) -> str | None:
-    """The folder that has one of these names, in upper or lower case."""
-    for wanted in names:
-        same = [name for name in folders if name.lower() == wanted]
-        if len(same) > 1:
-            raise SetupError(f"{root} holds {' and '.join(same)}, which mean the same: keep one of them")
-        if same:
-            return same[0]
-    return None
+def _named(folders: Sequence[str], names: Sequence[str]) -> str | None:
+    """The folder that has one of these names, in upper or lower case; of several the first."""
+    return next((folder for wanted in names for folder in folders if folder.lower() == wanted), None)
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
     """Classes with their images, as paths below `folder`, all in alphabetical order. Raises SetupError."""
     folders, images = listed(folder, left)
     if not folders:
-        raise SetupError(_flat(folder, images))
-    left.loose += len(images)
+        found = f"{len(images)} images and" if images else f"no images that can be read here{left.in_brackets()} and"
+        raise SetupError(
+            f"{folder} holds {found} no class folders: put each class's images in a folder of its own, "
+            f"{folder}/<class>/*.jpg, or name their labels in a table: data.labels=FILE.csv"
+        )
+    left[LOOSE] += len(images)
     named, classes = class_names(folders), defaultdict[int, list[str]](list)
-    for name, paths in zip(folders, class_images(folder, folders, left), strict=True):
+    for name in folders:
+        paths = [*images_below(os.path.join(folder, name), left, name)]
+        if not paths:
+            raise SetupError(
+                f"{folder / name} holds no images that can be read here{left.in_brackets()}: remove the folder or put "
+                "images there (JPEG, PNG, WebP, ...)"
+            )
         classes[named.places[name]] += paths
-    left.classes += folders
+    left.named |= named.notes
     return {name: sorted(classes[place]) for place, name in enumerate(named.names)}
 
 
-def check_several(layout: ClassFolders, classes: dict[str, list[str]]) -> None:
+def check_several(train: Path, classes: dict[str, list[str]]) -> None:
     """Refuse a single class, and a split within each class. Raises SetupError."""
     # The folders within each class folder that hold its images.
     inside = [{path.split("/")[1] for path in paths if path.count("/") > 1} for paths in classes.values()]
-    splits = sorted(filter(part_named, set.intersection(*inside)))
-    if len(classes) > 1 < len(splits):
-        raise SetupError(
-            f"{layout.train}: each class holds {' and '.join(splits)}: put the classes into these, as in "
-            f"{splits[0]}/{next(iter(classes))}, not the other way round"
-        )
     if len(classes) == 1:
-        (only,), deeper = classes, sorted(inside[0])
-        root = quote(f"data.root={layout.train / only}")
+        (only,), root = classes, quote(f"data.root={train / next(iter(classes))}")
+        deeper = f"; if what it holds ({few(sorted(inside[0]))}) is the data set, type {root}" * bool(inside[0])
         raise SetupError(
-            f"{layout.train} holds one class, '{only}', and a classifier tells classes apart: "
-            + f"if what it holds ({few(deeper)}) is the data set, {root}, else " * bool(deeper)
-            + f"put the images of each in a folder of its own, {layout.train}/<class>"
+            f"{train} holds one class, '{only}': put the images of each in a folder of its own, {train}/<class>{deeper}"
         )
-
-
-def _flat(folder: Path, images: Sequence[str]) -> str:
-    """The message for a folder without class folders."""
-    apart = f"put each class's images in a folder of its own, {folder}/<class>/*.jpg"
-    if images:
-        many = f"{len(images)} image{'s' * (len(images) > 1)} and no class folders"
-        return f"{folder} holds {many}; {apart}, or name their labels in a table: data.labels=FILE.csv"
-    left = LeftOut()
-    listed(folder, left)
-    return f"{folder} holds no class folders and no images that can be read here{left.in_brackets()}; {apart}"
+    if len(splits := sorted(filter(part_named, set.intersection(*inside)))) > 1:
+        raise SetupError(f"{train}: each class holds {' and '.join(splits)}: put the classes into these")
 
 
 class Before(NamedTuple):
@@ -176,9 +154,9 @@ def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Arr
 
 
 def hold_out(
-    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str, keys: Sequence[str]
+    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
 ) -> tuple[Array, str]:
-    """Which of the images are held out, (images,) bool, drawn by their keys, and that in words. Raises SetupError."""
+    """Which of the images are held out, (images,) bool, and that in words. Raises SetupError."""
     if before.held_out is not None:
         known = np.array([portable(name) in before.held_out for name in names], bool)
         if known.any() and not known.all():
@@ -190,7 +168,7 @@ def hold_out(
             )
     if before.elsewhere:
         return np.ones(len(names), bool), f"all of {where}"
-    chosen = draw(keys, labels, fraction, seed)
+    chosen = draw(names, labels, fraction, seed)
     if not chosen.any():
         raise SetupError(f"{where}: every class has one image, so none can be held out: give each two or more")
     return chosen, f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"
@@ -199,11 +177,6 @@ def hold_out(
 def continued(folder: RunFolder) -> Before:
     """The split of the run that is continued in a folder, or of an earlier start of the same job."""
     return Before(part_of(folder.path, "val")) if folder.resuming or is_restart() else NOTHING_BEFORE
-
-
-def table(parts: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> str:
-    """The text of split.csv; `parts` are the names of the parts with their files and labels."""
-    return csv_text([HEADER, *((portable(file), label, part) for part, rows in parts for file, label in rows)])
 
 
 def part_of(path: Path, part: str) -> frozenset[str] | None:

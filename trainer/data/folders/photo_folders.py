@@ -17,23 +17,34 @@ from PIL import Image
 
 from trainer import tasks
 from trainer.data.encoded import EncodedPhotos, encoded, header_file
-from trainer.data.folders.layout import Before, check_several, classes_of, hold_out, layout_of, table
+from trainer.data.folders.layout import (
+    Before,
+    check_several,
+    classes_of,
+    held_out_of,
+    hold_out,
+    layout_of,
+    part_named,
+)
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.photos import libjpeg
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
 from trainer.data.photos.pixel_range import PixelValues, wanted_of
+from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
-from trainer.recipe import AugmentRecipe, Recipe
+from trainer.recipe import Recipe
 from trainer.recipe.known_names import torchvision_classifiers
+from trainer.saving.files import csv_text, portable
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LUMA = (0.299, 0.587, 0.114)
 IN_MEMORY_BYTES = 2**30
 PHOTO = 224  # pixels along a side to which photos are resized
 LOOKED_AT = 100  # headers of images, to choose a size
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
-LISTED = 12  # classes whose counts are listed in full
+LISTED = 12  # classes whose counts are listed
 NAMED = 3  # of several images that cannot be read, besides the first
 UNBALANCED = 5  # times as many images as the smallest class
 
@@ -61,41 +72,39 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
         )
     root, left = Path(recipe.data.root).expanduser(), LeftOut()
     layout = layout_of(root, left, before.test)
-    told = layout.notes(before.test)
+    parts = {"train", part_named(layout.held_out.name)} if layout.held_out else set()
+    told = held_out_of(parts, before.test, layout.train)[1]
     classes = classes_of(layout.train, left)
-    check_several(layout, classes)
-    whole = _folder(layout.train, classes)
+    check_several(layout.train, classes)
+    train = PhotoFolder(layout.train, *_targets(classes))
     if layout.held_out is None:
-        train, val, split = divided(whole, recipe, before)
+        train, val, split = divided(train, recipe, before)
     else:
         others = classes_of(layout.held_out, left)
         for name in sorted(set(others) - set(classes) if before.test else set(classes) ^ set(others)):
-            parts = (layout.train.name, layout.held_out.name)
-            here, there = parts if name in classes else parts[::-1]
+            here, there = (layout.train.name, layout.held_out.name)[:: 1 if name in classes else -1]
             raise SetupError(
                 f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
             )
-        held_out = _folder(layout.held_out, {name: others.get(name, []) for name in classes})
-        train, val, split = whole, held_out, str(layout.held_out)
+        val = PhotoFolder(layout.held_out, *_targets({name: others.get(name, []) for name in classes}))
+        split = str(layout.held_out)
     notes = left.notes() | told
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
     return photos(recipe, train, val, [*classes], split, notes, drawn=layout.held_out is None)
 
 
-def _folder(root: Path, classes: Mapping[str, list[str]]) -> PhotoFolder:
+def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:
+    """The images of all classes, and their classes."""
     labels = np.repeat(np.arange(len(classes)), [len(images) for images in classes.values()])
-    return PhotoFolder(root, itertools.chain.from_iterable(classes.values()), labels)
+    return itertools.chain.from_iterable(classes.values()), labels
 
 
-def divided(
-    whole: Photos, recipe: Recipe, before: Before, keys: Sequence[str] | None = None
-) -> tuple[Photos, Photos, str]:
-    """The training and the held-out images of a set without a split, drawn by `keys` in place of their names, and the
-    split in words. Raises SetupError."""
+def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
+    """The training and the held-out images of a set without a split, and the split in words. Raises SetupError."""
     names = [whole.name(index) for index in range(len(whole))]
     labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
-    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root, keys or names)
+    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
     if chosen.all():
         return whole, whole, split
     return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), split
@@ -103,13 +112,11 @@ def divided(
 
 def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
     """The text of a run's split.csv: which images train and which are held out."""
-
-    def rows(part: EncodedPhotos) -> Iterator[tuple[str, str]]:
-        for index in range(len(part)):
-            label = part.labels[index]
-            yield part.name(index), names[label] if part.labels.ndim == 1 else ""
-
-    return table((("train", rows(train)), ("val", rows(val))))
+    rows = [("file", "label", "split")]
+    for part, split in ((train, "train"), (val, "val")):
+        labels = [names[label] for label in part.labels] if part.labels.ndim == 1 else [""] * len(part)
+        rows += [(portable(part.name(index)), label, split) for index, label in enumerate(labels)]
+    return csv_text(rows)
 
 
 def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
@@ -121,11 +128,9 @@ def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str],
     )
     order = np.argsort(here, kind="stable")
     fewest, most = next((row for row in order if here[row]), 0), order[-1]  # of classes that there are
-    each = [f"{name} {a} + {b}" for name, a, b in zip(names, here, there, strict=True)]
-    if len(names) > LISTED:
-        ends = ", ".join(each[row] for row in order[:3]), ", ".join(each[row] for row in order[-3:])
-        each = [f"fewest {ends[0]}; most {ends[1]}"]
-    notes = {"classes": f"{', '.join(each)} (training + held out)"}
+    listed = range(len(names)) if len(names) <= LISTED else order  # of many classes those with the fewest
+    each = few([f"{names[row]} {here[row]} + {there[row]}" for row in listed], LISTED)
+    notes = {"classes": f"{each} (training + held out)"}
     if here[most] >= UNBALANCED * here[fewest] and not balanced and not several:
         notes["balance"] = (
             f"{names[most]} has {here[most] / here[fewest]:.0f} times as many images as {names[fewest]}: "
@@ -149,7 +154,6 @@ def photos(
     channels, size, shape = image_shape(recipe, header_shapes(train, values))
     values.check()
     counts = {} if tasks.kind(recipe).reads == "values" else class_counts(train, val, names, recipe.data.balance)
-    notes = {**shape, **values.notes(), **counts, **notes}
     bytes_needed = (len(train) + len(val)) * size * size * channels
     tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
     mean, std = statistics(*IMAGENET, channels)
@@ -164,17 +168,10 @@ def photos(
         std=std,
         synthetic=False,
         split=split,
-        notes={**cropping(recipe.augment, size), **notes},
+        notes={**shape, **values.notes(), **counts, **notes},
         sources=(train, val),
         split_table=partial(split_table, train, val, names) if drawn and train is not val else None,
     )
-
-
-def cropping(augment: AugmentRecipe, size: int) -> dict[str, str]:
-    """A note where crops of tiny images are enlarged."""
-    if augment.crop != "resized" or size > TINY:
-        return {}
-    return {"crop": f"parts of images of {size} pixels show little: augment.crop=pad shifts them instead"}
 
 
 def header_shapes(folder: EncodedPhotos, values: PixelValues | None = None) -> list[Shape]:
@@ -226,11 +223,8 @@ def statistics(
         return mean, std
     if channels == 3:
         return mean * 3, std * 3
-
-    def luma(values: tuple[float, ...]) -> tuple[float, ...]:
-        return (sum(part * weight for part, weight in zip(values, (0.299, 0.587, 0.114), strict=True)),)
-
-    return luma(mean), luma(std)
+    luma = [sum(part * weight for part, weight in zip(each, LUMA, strict=True)) for each in (mean, std)]
+    return (luma[0],), (luma[1],)
 
 
 def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
@@ -263,13 +257,9 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
             rows[index] = next((other for other in near if other not in failures), -1)
     if not len(rows) or rows.min() < 0:
         raise SetupError(f"{folder.root}: hardly any image can be read, the first is {named[0][0]} ({named[0][1]})")
-    kept = torch.from_numpy(rows)
-    pixels = images if not failures else images[kept]
-
-    def where(index: int) -> str:
-        return folder.where(int(rows[index]))
-
-    return ImageSet(pixels.permute(0, 3, 1, 2), torch.as_tensor(folder.labels)[kept], failures=named, where=where)
+    pixels, labels = (images[rows] if failures else images), torch.as_tensor(folder.labels)[rows]
+    where = lambda index: folder.where(int(rows[index]))  # noqa: E731
+    return ImageSet(pixels.permute(0, 3, 1, 2), labels, failures=named, where=where)
 
 
 def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:

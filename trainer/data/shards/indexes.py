@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +29,9 @@ from trainer.saving import locks
 
 Bytes = npt.NDArray[np.uint8]
 OPEN = 64  # shards that a process holds open
-VERSION = 3  # counts up when the contents change
+VERSION = 4  # counts up when the contents change
 FOLDER = "shards"
-ARRAYS = ("names", "places", "labels", "folders")
+ARRAYS = ("names", "places", "labels", "folders")  # of an index
 
 
 class ShardFile(NamedTuple):
@@ -52,79 +52,54 @@ class ShardFile(NamedTuple):
 
     def read(self, start: int, size: int) -> Bytes:
         """Raises OSError."""
-        file = opened(self)
-        data = np.empty(size, np.uint8)
-        done = 0
-        while done < size:
-            some = os.preadv(file.descriptor, [data[done:].data], start + done)
-            if not some:
-                raise OSError(f"{self} was cut since this run began")
-            done += some
+        file, data = opened(self), np.empty(size, np.uint8)
+        if os.preadv(file.descriptor, [data.data], start) < size:
+            raise OSError(f"{self} was cut since this run began")
         return data
 
 
 class OpenShard:
     """A descriptor that is closed with its last reference: threads may still read one that left the cache."""
 
-    def __init__(self, path: bytes) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self.facts = os.fstat(self.descriptor)
+    def __init__(self, shard: ShardFile) -> None:
+        """Raises OSError."""
+        self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        facts = os.fstat(self.descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(f"{shard} is not a file")
+        if (facts.st_size, facts.st_mtime_ns) != (shard.size, shard.time):
+            raise OSError(f"{shard} was changed since this run began")
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
 
-@lru_cache(maxsize=OPEN)
-def opened(shard: ShardFile) -> OpenShard:
-    """Raises OSError."""
-    file = OpenShard(shard.path)
-    if not stat.S_ISREG(file.facts.st_mode):
-        raise OSError(f"{shard} is not a file")
-    if (file.facts.st_size, file.facts.st_mtime_ns) != (shard.size, shard.time):
-        raise OSError(f"{shard} was changed since this run began")
-    return file
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a shard holds beside its images."""
-
-    texts: list[str]  # its classes as it writes them
-    names: list[str] | None = None  # the names of all classes, where it has them; `texts` are then their numbers
-    below: list[str] = field(default_factory=lambda: [""])  # folders within it that hold images
-    left: dict[str, int] = field(default_factory=dict)  # how many files are not read: hidden, empty, links, by suffix
-    # samples that are left out, by reason: how many, and the first one's name
-    wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
-    broken: str = ""  # why it could not be read to its end; empty where it was
-    note: str = ""  # for a run's banner
+opened = lru_cache(maxsize=OPEN)(OpenShard)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The samples of a shard."""
+    """The samples of a shard, and what it holds beside their images."""
 
     names: Array  # of all samples, each with a zero byte behind it
     places: Array  # (samples, 2) int64, where a sample's image is, as its kind of shard counts
-    labels: Array  # (samples,) int32, a sample's class as a place in `contents.texts`; -1 for none
-    folders: Array  # (samples,) int32, places in `contents.below`
-    contents: Contents
+    labels: Array  # (samples,) int32, a sample's class as a place in `texts`; -1 for none
+    folders: Array  # (samples,) int32, places in `below`
+    texts: list[str]  # its classes as it writes them
+    classes: list[str] | None  # the names of all classes, where it has them; `texts` are then their numbers
+    below: list[str]  # folders within it that hold images
+    left: dict[str, int]  # how many files are not read, by what they are
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @classmethod
-    def of(
-        cls,
-        names: Iterable[bytes],
-        places: Iterable[tuple[int, int]],
-        labels: Iterable[int],
-        folders: Iterable[int],
-        contents: Contents,
-    ) -> ShardIndex:
-        joined = np.frombuffer(b"".join(name + b"\0" for name in names), np.uint8)
-        where = np.array(list(places), np.int64).reshape(-1, 2)
-        return cls(joined, where, np.fromiter(labels, np.int32), np.fromiter(folders, np.int32), contents)
+    def of(cls, rows: Mapping[bytes, tuple[int, int, int, int]], *contents: Any) -> ShardIndex:
+        """`rows` are the places, label and folder of each sample, by name; `contents` all else."""
+        table = np.array([*rows.values()], np.int64).reshape(-1, 4)
+        joined = np.frombuffer(b"".join(name + b"\0" for name in rows), np.uint8)
+        return cls(joined, table[:, :2].copy(), *table[:, 2:].T.astype(np.int32), *contents)
 
     def listed(self) -> list[str]:
         """The names of all samples."""
@@ -136,14 +111,25 @@ def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) ->
 
     `how` is what `make` depends on beside the shard. Raises whatever `make` raises.
     """
-    path = path_of(shard)
-    real = os.fsdecode(os.path.realpath(shard.path))
+    path, real = path_of(shard), os.fsdecode(os.path.realpath(shard.path))
     about = {"version": VERSION, "how": how, "path": real, "size": shard.size, "time": shard.time}
-    index = read(path, about)
-    if index is None:
-        index = make(shard)
-        with suppress(OSError):  # the disk is full, or not ours
-            write(path, about, index)
+    # Reading a damaged one raises anything at all; it is a zip, with checksums.
+    with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        facts = json.loads(stored["about"].tobytes())
+        contents = facts.pop("contents")
+        if facts == about:
+            return ShardIndex(**{key: stored[key] for key in ARRAYS}, **contents)
+    index = make(shard)
+    contents = {key: value for key, value in vars(index).items() if key not in ARRAYS}
+    text = json.dumps({**about, "contents": contents}).encode()
+    with suppress(OSError):  # the disk is full, or not ours
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        with locks.claimed(draft) as written:
+            if written is not None:
+                np.savez(written, about=np.frombuffer(text, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
+                written.flush()
+                os.replace(draft, path)
     return index
 
 
@@ -151,27 +137,3 @@ def path_of(shard: ShardFile) -> Path:
     """The file of a shard's index."""
     key = xxhash.xxh3_64_hexdigest(os.path.realpath(shard.path))
     return data_folder(DataRecipe()) / FOLDER / f"{key}.npz"
-
-
-def read(path: Path, about: Mapping[str, Any]) -> ShardIndex | None:
-    """An index; None where there is none, one of another shard, or a damaged one."""
-    # Reading a damaged one raises anything at all; it is a zip, with checksums.
-    with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-        facts = json.loads(stored["about"].tobytes())
-        contents = facts.pop("contents")
-        contents["wrong"] = {why: (count, name) for why, (count, name) in contents["wrong"].items()}
-        if facts == about:
-            return ShardIndex(**{key: stored[key] for key in ARRAYS}, contents=Contents(**contents))
-    return None
-
-
-def write(path: Path, about: Mapping[str, Any], index: ShardIndex) -> None:
-    """Write an index, unless another process is writing it. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    facts = json.dumps({**about, "contents": asdict(index.contents)}).encode()
-    with locks.claimed(draft) as file:
-        if file is not None:
-            np.savez(file, about=np.frombuffer(facts, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
-            file.flush()
-            os.replace(draft, path)

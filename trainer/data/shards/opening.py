@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
-import time
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
+from trainer.data.class_names import class_names, merged, shared_depth
 from trainer.data.encoded import EncodedPhotos, in_shard
-from trainer.data.folders.layout import Before, held_out_of
+from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import divided, photos
-from trainer.data.folders.scanning import LeftOut, few
+from trainer.data.folders.scanning import LeftOut, few, is_junk
+from trainer.data.folders.targets import sparse
 from trainer.data.sampling import Array
-from trainer.data.sets import Datasets, ImageSet
+from trainer.data.sets import Datasets
 from trainer.data.shards import parquet, tars
-from trainer.data.shards.classes import Classes, classes_of, parts_inside
 from trainer.data.shards.indexes import ShardFile, ShardIndex
-from trainer.data.shards.patterns import EXAMPLE, part_of, shards_of
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
+from trainer.saving import files
+from trainer.telemetry.progress import Progress
 
+SUFFIXES = (".tar", ".parquet")
+ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
+EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
+LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
+DIGITS = 10  # of a class's number, that are read: longer ones are refused as so many classes
 THREADS = 16  # that make indexes: they wait for the disk
-PROGRESS = 5.0  # seconds between two lines of progress
 
-
-class ShardSplit(NamedTuple):
-    """What trains and what is held out, by the names of shards or of the folders in them."""
-
-    train: str | None = None  # None where there is no split: everything is one set
-    held_out: str | None = None  # None where a part of the training images is to be held out
+Found = tuple[ShardFile, ShardIndex]
 
 
 class ShardPhotos(EncodedPhotos):
@@ -45,30 +45,10 @@ class ShardPhotos(EncodedPhotos):
     def __init__(
         self, root: Path, names: Iterable[str], labels: Array, begins: Sequence[bytes], shards: Array, places: Array
     ) -> None:
-        """
-        Args:
-            names: paths below `root`, as if a shard were a folder.
-            labels: (names, ...) classes.
-            begins: the first bytes of the addresses of each shard's images.
-            shards: (names,) places in `begins`.
-            places: (names, 2) where an image is, as its kind of shard counts.
-        """
+        """`names` are paths below `root`, as if a shard were a folder. `shards` (names,) are places in `begins`, the
+        first bytes of the addresses of each shard's images, `places` (names, 2) where an image is in its shard."""
         super().__init__(root, names, labels)
         self._begins, self._shards, self._places = tuple(begins), shards, places
-
-    def below(self, rows: Array, depth: int) -> Iterator[str]:
-        """The images' paths below `depth` folders of their shards, as folders have them."""
-        paths = (os.fsdecode(begin.partition(b"\0")[0]) for begin in self._begins)
-        depths = [depth + os.path.relpath(path, self.root).count("/") + 1 for path in paths]
-        return (self.name(row).split("/", depths[self._shards[row]])[-1] for row in rows.tolist())
-
-    def ordered(self, rows: Array, depth: int | None) -> Array:
-        """Rows in the order of folders where those of `tar --sort=name` are classes, nearly that of the shards; others
-        as they are, for reading here and there takes long."""
-        if depth is None or any(a >= b for a, b in pairwise(path.split("/") for path in self.below(rows, depth))):
-            return rows
-        keys = [*zip(self.labels[rows].tolist(), self.below(rows, depth), strict=True)]
-        return rows[sorted(range(len(rows)), key=keys.__getitem__)]
 
     def address(self, index: int) -> bytes:
         first, second = self._places[index].tolist()
@@ -86,93 +66,61 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
     paths = [os.path.abspath(path) for path in shards_of(recipe.data.root)]
     root = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
-    names = [os.path.relpath(path, root) for path in paths]
-    parts = [part_of(name) for name in names]
-    split, beside = ShardSplit(), list[str]()
-    depth, told = None, dict[str, str]()
-    if any(parts):
-        split, told = split_of({*filter(None, parts)}, recipe.data.root, before.test, 1)
-        wanted = [row for row, part in enumerate(parts) if split.train is None or part in (split.train, split.held_out)]
-        beside = [names[row] for row in sorted({*range(len(names))} - {*wanted})]
-        paths, names = ([listed[row] for row in wanted] for listed in (paths, names))
-        parts = [parts[row] for row in wanted]
-    found = indexed(paths)
-    indexes = [index for _, index in found]
-    sample_parts = np.repeat(np.array(parts, object), [len(index) for index in indexes])
-    if not any(parts):
-        texts = any((index.labels >= 0).any() for index in indexes)
-        sample_parts, below = parts_inside(indexes, texts)
-        split, told = split_of({*sample_parts.tolist()} - {None}, recipe.data.root, before.test, int(texts))
-        depth = below if split.train else None
-    train, held_out = np.ones(len(sample_parts), bool), np.zeros(len(sample_parts), bool)
-    if split.train:
-        train, held_out = (sample_parts == part for part in split)
-    held_out &= split.held_out is not None
-    if split.train and (others := int((~train & ~held_out).sum())):
-        beside.append(f"{others:,} images in other folders")
-    classes = classes_of(root, indexes, train, held_out, depth)
-    without = split.held_out == "test" and not (classes.labels[held_out] >= 0).any()
-    if without and not before.test:  # as competitions give them out
-        beside += [name for name, part in zip(names, parts, strict=True) if part == "test"] or ["test"]
-        split, held_out, told = ShardSplit(split.train), np.zeros(len(train), bool), {}
-    whole = _photos(root, names, found, classes)
-    notes = _notes(recipe, whole, found, train | held_out) | classes.notes | told
-    _check(recipe, root, classes, train, notes)
-    if beside:
+    parts = {path: part_of(os.path.relpath(path, root)) for path in paths}
+    held_out, told = held_out_of(parts.values(), before.test, recipe.data.root)
+    wanted: set[str | None] = {"train", held_out or "train"}
+    if "train" not in parts.values():
+        wanted, held_out, told = {*parts.values()}, None, {}
+        if len(named := sorted(filter(None, wanted), reverse=True)) > 1:
+            raise SetupError(
+                f"data.root={recipe.data.root} holds {' and '.join(named)} and no train: name one, or what trains too"
+            )
+    show = recipe.logging.progress and place().local_rank == 0
+    found = indexed([path for path in paths if parts[path] in wanted], show)
+    held = [held_out is not None and parts[str(shard)] == held_out for shard, _ in found]
+    tested = np.repeat(np.array(held, bool), [len(index) for _, index in found])
+    classes, labels, notes = classes_of(root, [index for _, index in found], tested)
+    names = [os.path.relpath(str(shard), root) for shard, _ in found]
+    whole = ShardPhotos(
+        root,
+        (f"{name}/{each}" for name, (_, index) in zip(names, found, strict=True) for each in index.listed()),
+        labels,
+        [in_shard(shard, _kind(str(shard)).KIND) for shard, _ in found],
+        np.repeat(np.arange(len(found), dtype=np.int32), [len(index) for _, index in found]),
+        np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)]),
+    )
+    known = labels >= 0
+    notes |= _notes(recipe, root, whole, len(classes) > 1 and bool((~tested & known).any()), found) | told
+    if beside := [os.path.relpath(path, root) for path in paths if parts[path] not in wanted]:
         notes["beside"] = f"not looked at in {root}: {few(beside)}"
-    known = classes.labels >= 0
-    here, there = classes.depths or (None, None)
-    rows = whole.ordered(np.flatnonzero(train & known), here)
-    trains = whole.part(rows)
-    if split.held_out is None:
-        drawn_by = None if here is None else [*whole.below(rows, here)]
-        trains, holds, words = divided(trains, recipe, before, drawn_by)
-    else:
-        holds = whole.part(whole.ordered(np.flatnonzero(held_out & known), there))
-        words = f"what is called {split.held_out} in {root}"
-        if not len(holds):
-            raise SetupError(f"{root}: no image of {split.held_out} has a class")
-    data = photos(recipe, trains, holds, classes.names, words, notes, drawn=split.held_out is None)
-    cost = next((index.contents.note for index in indexes if index.contents.note), "")
-    if not cost or isinstance(data.train, ImageSet) or recipe.data.cache != "off":
-        return data
-    slow = f"each photo is read with its row group, {cost}: data.cache=disk does so once and for all"
-    return replace(data, notes={**data.notes, "parquet": slow})
+    train, val, words = whole.part(np.flatnonzero(~tested & known)), whole.part(np.flatnonzero(tested & known)), ""
+    if held_out is None:
+        train, val, words = divided(train, recipe, before)
+    elif not len(val):
+        raise SetupError(f"{root}: no image of {held_out} has a class: give {EXAMPLE}, without those")
+    words = words or f"what is called {held_out} in {root}"
+    return photos(recipe, train, val, classes, words, notes, drawn=held_out is None)
 
 
-def split_of(parts: set[str], root: str, test: bool, most: int) -> tuple[ShardSplit, dict[str, str]]:
-    """Which of the parts trains and which is held out, and a note about that; `most` may be there without one that
-    trains. Raises SetupError."""
-    held_out, told = held_out_of(parts, test, root)
-    if "train" in parts:
-        return ShardSplit("train", held_out), told
-    if len(parts) > most:
-        names = " and ".join(sorted(parts, reverse=True))
-        raise SetupError(f"data.root={root} holds {names} and no train: name one, or what trains too")
-    return ShardSplit(), {}
-
-
-def indexed(paths: Sequence[str]) -> list[tuple[ShardFile, ShardIndex]]:
+def indexed(paths: Sequence[str], show: bool) -> list[Found]:
     """The shards and their indexes, which are made where there are none. Raises SetupError."""
-    printed, prints = time.monotonic(), place().local_rank == 0
     order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
-    pool = ThreadPoolExecutor(min(THREADS, len(paths)))
+    pool, progress = ThreadPoolExecutor(min(THREADS, len(paths))), Progress(len(paths), show, "index", "shard")
     try:
         waiting = {row: pool.submit(_index, paths[row]) for row in order}
-        for done, _ in enumerate(as_completed(waiting.values()), 1):
-            if prints and time.monotonic() - printed > PROGRESS:
-                printed = time.monotonic()
-                print(f"  shards: indexed {done:,} of {len(paths):,}, once for all runs", flush=True)
+        for _ in as_completed(waiting.values()):
+            progress.more()
         return [waiting[row].result() for row in range(len(paths))]
     finally:
         pool.shutdown(cancel_futures=True)
+        progress.close()
 
 
 def _kind(path: str) -> Any:
     return parquet if path.endswith(".parquet") else tars
 
 
-def _index(path: str) -> tuple[ShardFile, ShardIndex]:
+def _index(path: str) -> Found:
     try:
         shard = ShardFile.of(path)
         return shard, _kind(path).index(shard)
@@ -182,56 +130,138 @@ def _index(path: str) -> tuple[ShardFile, ShardIndex]:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
-def _photos(
-    root: Path, names: Sequence[str], found: Sequence[tuple[ShardFile, ShardIndex]], classes: Classes
-) -> ShardPhotos:
-    """All samples of all shards."""
-    listed = (f"{name}/{each}" for name, (_, index) in zip(names, found, strict=True) for each in index.listed())
-    begins = [in_shard(shard, _kind(name).KIND) for name, (shard, _) in zip(names, found, strict=True)]
-    rows = np.repeat(np.arange(len(found), dtype=np.int32), [len(index) for _, index in found])
-    places = np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)])
-    return ShardPhotos(root, listed, classes.labels, begins, rows, places)
+def classes_of(root: Path, indexes: Sequence[ShardIndex], held_out: Array) -> tuple[list[str], Array, dict[str, str]]:
+    """The names of all classes, (samples,) int64 places in these, -1 for no class, and notes for a run's banner, of
+    all samples of the shards, one shard behind the other. Raises SetupError.
+
+    Where none tells its class, folders are classes: the outermost ones below all that the images of a part share.
+    """
+    texts, codes = _joined([index.texts for index in indexes], [index.labels for index in indexes])
+    below, inside = _joined([index.below for index in indexes], [index.folders for index in indexes])
+    paths = [tuple(filter(None, path.split("/"))) for path in below]
+    parts, told = (~held_out, held_out), bool((codes >= 0).any())
+    folders = [_outermost(root, paths, np.unique(inside[part]), told) for part in parts]
+    if not told:
+        texts, codes = [*folders[0], *folders[1]], inside + len(paths) * held_out
+    elif all(re.fullmatch(r"-?\d+", text) for text in texts):
+        labels = _of([int(text[:DIGITS]) if text.isdecimal() else -1 for text in texts], codes)
+        names, places, notes = merged(_names(root, indexes, labels))
+        return names, _of(places, labels), notes
+    here, there = ({texts[code] for code in np.unique(codes[part]) if code >= 0} - {""} for part in parts)
+    named = class_names(here, there)
+    if here and (odd := sorted(there - {*named.places})):
+        raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
+    return named.names, _of([named.places.get(text, -1) for text in texts], codes), named.notes
 
 
-def _notes(
-    recipe: Recipe, whole: ShardPhotos, found: Sequence[tuple[ShardFile, ShardIndex]], used: Array
-) -> dict[str, str]:
-    """For a run's banner: what is left out."""
-    left, wrong = LeftOut(empty=False), list[str]()
-    for shard, index in found:
-        contents = index.contents
-        left.inside(contents.left)
-        if contents.broken:
-            wrong.append(f"{shard}: {contents.broken}; {len(index):,} samples before that are whole")
-        wrong += [f"{shard}: {_many(count)} {why} ({first})" for why, (count, first) in contents.wrong.items()]
-    nameless = np.flatnonzero((whole.labels < 0) & used)
-    if len(nameless) and len(nameless) < used.sum():
-        wrong.append(f"{_many(len(nameless))} no class ({whole.where(int(nameless[0]))})")
-    if wrong and recipe.data.on_error == "stop":
-        more = f" (and {len(wrong) - 1} more such findings)" if len(wrong) > 1 else ""
-        raise SetupError(f"{wrong[0]}{more}; data.on_error=skip leaves out what cannot be used, and counts it")
-    notes = left.notes()
-    if wrong:
-        notes["left out"] = "; ".join(wrong[:3]) + f"; and {len(wrong) - 3} more" * (len(wrong) > 3)
-    return notes
+def _outermost(root: Path, paths: Sequence[tuple[str, ...]], used: Array, told: bool) -> list[str]:
+    """For each path the outermost folder below what those that are used share; empty where there is none.
 
-
-def _many(count: int) -> str:
-    return f"{count:,} samples have" if count > 1 else "a sample has"
-
-
-def _check(recipe: Recipe, root: Path, classes: Classes, train: Array, notes: dict[str, str]) -> None:
-    """Refuse shards without training images, or without two classes."""
-    if not train.any():
-        ignored = f" ({notes['ignored']})" if "ignored" in notes else ""
-        raise SetupError(f"data.root={recipe.data.root} holds no images that can be read here{ignored}")
-    if not classes.names or not (classes.labels[train] >= 0).any():
+    Refuses folders that are parts such as train, and no classes; `told` says that classes are known otherwise.
+    """
+    some = [paths[code] for code in used]
+    depth = max(0, min([shared_depth(some), *(len(path) - 1 for path in some)]))
+    names = ["/".join(path[depth : depth + 1]) for path in paths]
+    outer = {names[code] for code in used}
+    parts = {name for name in outer if part_named(name)}
+    deeper = told or any(len(path) > depth + 1 and path[depth] in parts for path in some)
+    if parts and len(outer) > 1 and (deeper or parts == outer):
         raise SetupError(
-            f"{root}: its images have no classes: put a .cls beside each image (0001.jpg, 0001.cls), or "
-            "the images of a class into a folder of its own, as tar -C photos -cf photos.tar . does with class folders"
+            f"{root}: shards there hold the folder{'s' * (len(parts) > 1)} {few(sorted(parts))}: make shards of each "
+            "part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf val.tar ."
         )
-    if len(classes.names) == 1:
-        raise SetupError(f"{root} holds one class, '{classes.names[0]}', and a classifier tells classes apart")
+    return names
+
+
+def _joined(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
+    """One table of texts, and all codes as places in it; -1 stays."""
+    whole: dict[str, int] = {}
+    places = [[whole.setdefault(text, len(whole)) for text in table] for table in tables]
+    joined = [_of(*each) for each in zip(places, codes, strict=True)]
+    return [*whole], np.concatenate([np.empty(0, np.int64), *joined])
+
+
+def _of(values: Sequence[int], codes: Array) -> Array:
+    """The value at each code; -1 at -1."""
+    return np.array([*values, -1], np.int64)[codes]
+
+
+def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:
+    """The names of classes that are numbers: from the shards, else from a list beside them, else the numbers."""
+    count, where = int(numbers.max(initial=-1)) + 1, root
+    lists = sorted({tuple(index.classes) for index in indexes if index.classes})
+    if len(lists) > 1:
+        raise SetupError(f"{root}: its shards name different classes, {few(lists[0])} and {few(lists[1])}")
+    names = [*lists[0]] if lists else []
+    if not names and (root / LIST).is_file():
+        where = root / LIST
+        try:
+            names = [line.strip() for line in files.read(where).decode().splitlines() if line.strip()]
+        except (OSError, UnicodeError) as error:
+            raise SetupError(f"{where} cannot be read ({error}): write one name a line, as UTF-8") from None
+    elif not names:
+        if strange := sparse(numbers):
+            raise SetupError(f"{root}: {strange}; correct it, or name all classes in {LIST}, one a line")
+        return [str(number) for number in range(count)]
+    if len(names) < count:
+        raise SetupError(f"{where} names {len(names)} classes ({few(names)}), and a sample has the class {count - 1}")
+    return names
+
+
+def _notes(recipe: Recipe, root: Path, whole: ShardPhotos, trains: bool, found: Sequence[Found]) -> dict[str, str]:
+    """For a run's banner: what is left out. Raises SetupError where it may not be, or there are no classes to train."""
+    left = LeftOut()
+    for _, index in found:
+        left.update(index.left)
+    if not trains:
+        raise SetupError(
+            f"data.root={root} holds no images of two classes to train on{left.in_brackets()}: put a .cls beside each "
+            "image (0001.jpg, 0001.cls), or make shards of class folders, as tar -C photos -cf photos.tar . does"
+        )
+    nameless = np.flatnonzero(whole.labels < 0)
+    told = f"samples with no class: {len(nameless):,} ({whole.where(int(nameless[0]))})" if len(nameless) else ""
+    if told and recipe.data.on_error == "stop":
+        raise SetupError(f"{told}; data.on_error=skip leaves them out, and counts them")
+    return left.notes() | ({"left out": told} if told else {})
+
+
+def shards_of(root: str) -> list[Path]:
+    """The shards, by name. Raises SetupError."""
+    pattern = os.path.expanduser(root)
+    there = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    shards = [shard for path in there for shard in (below(path) if os.path.isdir(path) else [path])]
+    if not shards:
+        why = packed_or_remote(root)
+        raise SetupError(f"data.root={root} {f'is {why}' if why else f'names no shards: type {EXAMPLE}'}")
+    if odd := next((path for path in shards if not path.endswith(SUFFIXES)), None):
+        why = packed_or_remote(odd) or f"no shard: type {EXAMPLE}; photos in folders are data.name=imagefolder"
+        raise SetupError(f"{odd} is {why}")
+    if os.path.isdir(pattern) and len({os.path.splitext(path)[1] for path in shards}) > 1:
+        raise SetupError(f"{root} holds .tar and .parquet: 'data.root={root}/**/*.tar' chooses")
+    return [Path(path) for path in dict.fromkeys(shards)]
+
+
+def below(folder: str) -> Iterator[str]:
+    """The shards in a folder and its subfolders, by name."""
+    for path, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_junk(name))
+        yield from (os.path.join(path, name) for name in sorted(names) if name.endswith(SUFFIXES) and not is_junk(name))
+
+
+def packed_or_remote(root: str) -> str | None:
+    """The error for an archive or a URL in place of a folder."""
+    if re.match(r"\w+://", root):
+        return "an address, and images are read from this machine: download it first, and type data.root=FOLDER"
+    if root.lower().endswith(ARCHIVES) and not os.path.isdir(os.path.expanduser(root)):
+        return "an archive: unpack it first, and type data.root=FOLDER with the folder of its images"
+    return None
+
+
+def part_of(path: str) -> str | None:
+    """The part in a shard's name, or in the name of one of its folders: train, val or test."""
+    *folders, name = path.split("/")
+    words = (*re.split(r"[^a-z]+", name.lower()), *reversed(folders))
+    return next(filter(None, map(part_named, words)), None)
 
 
 def exist(root: str) -> bool:

@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from trainer.data.items import INPUTS, TARGETS
-from trainer.data.photos.decoding import LARGEST, reason
-from trainer.data.shards.indexes import OPEN, Bytes, Contents, ShardFile, ShardIndex, kept
+from trainer.data.photos.decoding import reason
+from trainer.data.shards.indexes import OPEN, Bytes, ShardFile, ShardIndex, kept
 from trainer.errors import SetupError
-from trainer.telemetry.readable import as_size
 
 KIND = b"parquet"
 KEPT = 2**28  # bytes of row groups that a process keeps
-GROUP = 2**30  # bytes of images in a row group, at most
 BYTES, TEXT = ((kind, f"large_{kind}", f"{kind}_view") for kind in ("binary", "string"))
 
 
@@ -39,8 +37,6 @@ def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
         raise ValueError("the row holds no image's bytes, perhaps a path")
-    if value.size > LARGEST:
-        raise ValueError(f"the image is larger than {LARGEST:,} bytes")
     return np.frombuffer(value, np.uint8).copy()  # the group need not stay for it
 
 
@@ -60,53 +56,30 @@ def look(shard: ShardFile) -> ShardIndex:
         table = opened(shard)
         schema = table.schema_arrow
         image, label = image_column(schema), label_column(schema)
-        groups = [table.metadata.row_group(n) for n in range(table.num_row_groups)]
-        if label is None or image is None:
-            columns = ", ".join(f"{field.name} ({field.type})" for field in schema)[:200]
-            raise SetupError(
-                f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}; binary) and one of classes "
-                f"({', '.join(TARGETS[:2])}; whole numbers or text); its columns are {columns}"
-            )
-        column = table.read([label], use_threads=False).column(0)
-        labels = column.cast(_plain(column.type)).to_pylist()
-    except SetupError:
-        raise
+        groups = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+        labels = table.read([label], use_threads=False).column(0).to_pylist() if label else []
     except Exception as error:  # pyarrow raises anything at all for a damaged file
-        return ShardIndex.of((), (), (), (), Contents([], broken=f"it cannot be read as Parquet ({reason(error)})"))
-    sizes = [_bytes(group, image) for group in groups]
-    largest = max(sizes, default=0)
-    if largest > GROUP:
+        raise SetupError(f"{shard}: it cannot be read as Parquet ({reason(error)})") from None
+    if label is None or image is None:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)[:200]
         raise SetupError(
-            f"{shard}: a row group holds {as_size(largest)} of images, and is read as a whole: write it anew with "
-            "fewer rows a group (row_group_size=100 of pyarrow.parquet.write_table)"
+            f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}; binary) and one of classes "
+            f"({', '.join(TARGETS[:2])}; whole numbers or text); its columns are {columns}"
         )
     texts: dict[str, int] = {}
     codes = [-1 if each is None else texts.setdefault(str(each).strip(), len(texts)) for each in labels]
-    rows = [(n, row) for n, group in enumerate(groups) for row in range(group.num_rows)]
-    most = max((group.num_rows for group in groups), default=0)
-    note = f"{most:,} rows of {as_size(largest)}" if most > 1 else ""
-    contents = Contents([*texts], names_in_schema(schema, label), note=note)
-    return ShardIndex.of((b"%d" % n for n in range(len(rows))), rows, codes, [0] * len(rows), contents)
-
-
-def _images(table: Any, group: int, image: str) -> Any:
-    """The bytes of the images of a row group, an array of pyarrow's."""
-    column = table.read_row_group(group, [image], use_threads=False).column(0).combine_chunks()
-    column = column.chunk(0) if hasattr(column, "chunk") else column
-    return column.flatten()[0] if image.endswith(".bytes") else column
-
-
-def _bytes(group: Any, image: str) -> int:
-    columns = (group.column(n) for n in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == image)
+    places = ((n, row) for n, count in enumerate(groups) for row in range(count))
+    rows = {b"%d" % n: (*place, code, 0) for n, (place, code) in enumerate(zip(places, codes, strict=True))}
+    names = None
+    with suppress(KeyError, ValueError, TypeError):  # as the library `datasets` writes them
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = [str(name) for name in features[label]["names"]] or None
+    return ShardIndex.of(rows, [*texts], names, [""], {})
 
 
 @lru_cache(maxsize=OPEN)
 def opened(shard: ShardFile) -> Any:
-    """A Parquet file of pyarrow's.
-
-    Raises whatever opening raises.
-    """
+    """A Parquet file of pyarrow's. Raises whatever opening raises."""
     if ShardFile.of(str(shard)) != shard:
         raise OSError(f"{shard} was changed since this run began")
     return pyarrow().parquet.ParquetFile(str(shard))
@@ -125,26 +98,8 @@ def image_column(schema: Any) -> str | None:
 
 def label_column(schema: Any) -> str | None:
     """The column with a class for each image: a whole number, or its name."""
-    types = pyarrow().types
-    for name in (name for name in TARGETS if name in schema.names):
-        kind = _plain(schema.field(name).type)
-        if types.is_integer(kind) or types.is_boolean(kind) or str(kind) in TEXT:
-            return name
-    return None
-
-
-def _plain(kind: Any) -> Any:
-    """The type of a column's values: of pandas' categories that of their names."""
-    kind = kind.value_type if pyarrow().types.is_dictionary(kind) else kind
-    return pyarrow().string() if str(kind) in TEXT else kind
-
-
-def names_in_schema(schema: Any, label: str) -> list[str] | None:
-    """The names of the classes, where the schema has them as the library `datasets` writes them."""
-    with suppress(KeyError, ValueError, TypeError):
-        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
-        return [str(name) for name in names] or None
-    return None
+    kinds = {name: schema.field(name).type for name in TARGETS if name in schema.names}
+    return next((name for name, kind in kinds.items() if pyarrow().types.is_integer(kind) or str(kind) in TEXT), None)
 
 
 _LOCK = threading.Lock()
@@ -156,8 +111,11 @@ def images_of(shard: ShardFile, group: int) -> Any:
     key = shard, group
     with _LOCK:
         if key not in _GROUPS:
-            file = opened(shard)
-            _GROUPS[key] = _images(file, group, str(image_column(file.schema_arrow)))
+            table = opened(shard)
+            image = str(image_column(table.schema_arrow))
+            column = table.read_row_group(group, [image], use_threads=False).column(0).combine_chunks()
+            column = column.chunk(0) if hasattr(column, "chunk") else column
+            _GROUPS[key] = column.flatten()[0] if image.endswith(".bytes") else column
         _GROUPS.move_to_end(key)
         while len(_GROUPS) > 1 and sum(column.nbytes for column in _GROUPS.values()) > KEPT:
             _GROUPS.popitem(last=False)

@@ -14,13 +14,12 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from trainer.data import ImageSet, TensorSet
 from trainer.data.datasets import open_datasets
-from trainer.data.items import as_input, names_of, pair
+from trainer.data.items import as_input, pair
 from trainer.data.photos.photo_reader import private_draws, seed_draws
 from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import load
-from trainer.tasks import Classification, Multilabel, Regression
 
 PIXELS, LABELS = torch.randint(0, 256, (12, 1, 6, 6), dtype=torch.uint8), torch.arange(12) % 3
 
@@ -86,23 +85,25 @@ def test_arrays_become_tensors_with_channels_first(found, shape):
     assert as_input(found).shape == shape
 
 
+TWO = [(torch.zeros(3, 6, 6, dtype=torch.uint8), 1), (torch.zeros(3, 6, 6, dtype=torch.uint8), 0)]
+
+
 @pytest.mark.parametrize(
-    ("part", "kind", "names"),
+    ("part", "words", "names"),
     [
-        (Rows([], classes=["cat", "dog"]), Classification, ("cat", "dog")),
-        (Subset(Rows([0], classes=["cat", "dog"]), [0]), Classification, ("cat", "dog")),
-        (ConcatDataset([Rows([0], classes=["cat", "dog"])]), Classification, ("cat", "dog")),
-        (Rows([], features={"label": SimpleNamespace(names=["a", "b"])}), Classification, ("a", "b")),
-        (Rows([], num_classes=2), Classification, ("0", "1")),
-        (Rows([0, 0, 0], targets=[0, 2, 1]), Classification, ("0", "1", "2")),
-        (TensorDataset(PIXELS, LABELS), Classification, ("0", "1", "2")),
-        (Rows([(0, 1), (0, torch.tensor(3))]), Classification, ("0", "1", "2", "3")),
-        (Rows([(0, torch.zeros(4))]), Multilabel, ("0", "1", "2", "3")),
-        (Rows([(0, 0.5)], classes=["not", "these"]), Regression, ("0",)),
+        (Rows(TWO, classes=["cat", "dog"]), [], ("cat", "dog")),
+        (Subset(Rows(TWO, classes=["cat", "dog"]), [0]), [], ("cat", "dog")),
+        (ConcatDataset([Rows(TWO, classes=["cat", "dog"])]), [], ("cat", "dog")),
+        (Rows(TWO, features={"label": SimpleNamespace(names=["a", "b"])}), [], ("a", "b")),
+        (Rows(TWO, targets=[0, 2]), [], ("0", "1", "2")),
+        (TensorDataset(PIXELS, LABELS), [], ("0", "1", "2")),
+        (Rows([TWO[0], (TWO[0][0], torch.tensor(3))]), [], ("0", "1", "2", "3")),
+        (Rows([(TWO[0][0], torch.zeros(4))]), ["task.name=multilabel"], ("0", "1", "2", "3")),
+        (Rows([(TWO[0][0], 0.5)], classes=["not", "these"]), ["task.name=regression"], ("0",)),
     ],
 )
-def test_names_that_a_set_tells(part, kind, names):
-    assert names_of(part, kind, "it") == names
+def test_names_that_a_set_tells(part, words, names):
+    assert opened(part, part, None, *words).classes == names
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,42 @@ def test_names_that_a_set_tells(part, kind, names):
 )
 def test_names_that_nothing_tells(part, line):
     with pytest.raises(RecipeError, match=line):
-        names_of(part, Classification, "it")
+        opened(part, part)
+
+
+ABC, REVERSED = ["a", "b", "c"], ["c", "b", "a"]
+
+
+def three(classes, **more):
+    """Items of all three classes, whose pixels tell the class."""
+    return Rows([(torch.full((3, 6, 6), n, dtype=torch.uint8), classes.index(c)) for n, c in enumerate(ABC)],
+                classes=classes, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (three(ABC), three(REVERSED), None),
+        (three(ABC), Rows(TWO, features={"label": SimpleNamespace(names=["b", "c"])}), 3),
+        (ConcatDataset([three(ABC), Subset(three(REVERSED), [0])]), three(ABC), None),
+        (three(ABC), three(ABC), REVERSED),
+        (Rows(TWO), three(REVERSED), ABC),
+    ],
+)
+def test_sets_that_number_their_classes_differently_are_refused(first, second, names):
+    with pytest.raises(RecipeError, match=r"number different classes, .*target_transform"):
+        opened(first, second, names)
+
+
+def test_sets_that_are_renumbered_as_that_says_or_number_alike_are_taken():
+    second = three(REVERSED)
+    second.items = [(image, {0: 2, 1: 1, 2: 0}[label]) for image, label in second.items]
+    second.classes, second.class_to_idx = ABC, {name: n for n, name in enumerate(ABC)}
+    found = opened(three(ABC), second)
+    assert [int(found.val.read(n, 3)[0][0, 0, 0]) for n in range(3)] == [found.val.read(n, 3)[1] for n in range(3)]
+    assert opened(three(ABC), three(ABC), ["A", "B", "C"]).classes == ("A", "B", "C"), "names for people"
+    crane = Rows(TWO, classes=["crane", "bee", "crane"])
+    assert opened(crane, crane).classes == ("crane", "bee", "crane")
 
 
 def test_sets_in_memory_are_tensors():
@@ -144,17 +180,9 @@ class Stream(IterableDataset):
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("train", "line"),
-    [
-        (Stream(), r"its training set must have items and a length, found Stream: .* list\(\.\.\.\)"),
-        (DataLoader(TensorDataset(PIXELS, LABELS)), "its training set is a DataLoader: give the data set, loader.data"),
-        (Rows([]), "its training set must have a length above 0"),
-        (3, "its training set must have items and a length, found int"),
-    ],
-)
-def test_sets_that_cannot_be_read_by_number(train, line):
-    with pytest.raises(RecipeError, match=line):
+@pytest.mark.parametrize("train", [Stream(), DataLoader(TensorDataset(PIXELS, LABELS)), Rows([]), 3])
+def test_sets_that_cannot_be_read_by_number(train):
+    with pytest.raises(RecipeError, match=rf"found {type(train).__name__}: .*loader\.dataset, .* list\(\.\.\.\)"):
         opened(train, Rows([(0, 1)]), 2)
 
 

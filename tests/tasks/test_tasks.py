@@ -116,7 +116,7 @@ def test_a_class_that_nobody_has_and_nobody_sees_has_no_f1():
 def test_balanced_labels_count_as_much_as_their_absence():
     targets = torch.tensor([[1.0, 0, 0]] * 1 + [[0.0, 1, 0]] * 3)
     made = task("task.name=multilabel", "loss.class_weights=balanced", targets=targets)
-    assert made.weights.on(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 1])
+    assert made.weights(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 1])
 
 
 # Regression.

@@ -74,15 +74,9 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def names_of(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None = None) -> tuple[str, ...]:
-    """The names of a set's classes, or of a regression's values, where it has any, else numbers; `tensors` are the set
-    as a pair, where that was made already. Raises RecipeError."""
-    if kind.reads != "values":
-        if known := next(filter(None, map(names_in, made_of(part))), ()):
-            return known
-        if isinstance(count := getattr(made_of(part)[0], "num_classes", None), int) and count > 0:
-            return _numbers(count)
-    tensors = tensors or tensors_of(part)
+def counted_names(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None) -> tuple[str, ...]:
+    """Numbers as names, of as many classes, or of a regression's values, as a set's targets have; `tensors` are the set
+    as a pair, where it is one. Raises RecipeError."""
     if kind.reads == "class":
         targets = tensors[1] if tensors is not None else stored_targets(part)
         targets = _counted(part, of) if targets is None else targets
@@ -93,15 +87,15 @@ def names_of(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor
             )
         if strange := sparse(targets.numpy()):
             raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
-        return _numbers(int(targets.max()) + 1)
+        return numbers(int(targets.max()) + 1)
     try:
         target = tensors[1][0] if tensors is not None else as_targets(pair(part[0])[1])
     except Exception as error:  # a user's data set may raise anything at all
         raise RecipeError(f"{of}: item 0 cannot be read ({error})") from None
-    return _numbers(max(1, target.numel()))
+    return numbers(target.numel())
 
 
-def _numbers(count: int) -> tuple[str, ...]:
+def numbers(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(max(1, count))))
 
 

@@ -186,16 +186,3 @@ def create(recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) 
             f"task.name={recipe.task.name} do not mix: set {' '.join(f'augment.{key}=0' for key in on)}"
         )
     return task
-
-
-class OnDevices:
-    """A constant of the loss, copied once to each device that asks for it."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._copies = {value.device: value}
-        self._value = value
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = self._value.to(device)  # waits, once: the copy may be used in any stream
-        return self._copies[device]

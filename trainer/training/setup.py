@@ -18,7 +18,6 @@ from trainer.data.cache import cached
 from trainer.data.damaged import without_damage
 from trainer.data.feeds import known_labels
 from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued
-from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError
 from trainer.launch import endings
@@ -211,9 +210,6 @@ def begin(run: Run) -> None:
         tracker.keep(SPLIT_FILE, data.split_table)
     if data.damaged:
         tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
-    if tracker.path is not None and not run.speed_only:
-        with presenting.dispensable(tracker):
-            contact_sheet.write(tracker.path, data, recipe)
     run.observer.facts = banner.facts(run)
     banner.say(run)
     resolved, state = run.resolved, run.state

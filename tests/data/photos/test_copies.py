@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
-from trainer.data.feeds import MemoryFeed, PhotoFeed, TensorFeed, readers_of
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, readers_of
 from trainer.data.photos import copies
 from trainer.data.photos.copies import Copies
 from trainer.data.sets import Datasets, ImageSet
@@ -30,11 +30,11 @@ def feed(kind, *words):
     recipe = load(None, "data.image_size=16", *words)
     pictures, labels = torch.arange(24, dtype=torch.uint8)[:, None, None, None], torch.arange(24)
     if kind == "labels":
-        return TensorFeed(None, labels, 24, 4, GPU)
+        return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
         return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, 0), 0, 4, GPU)
-    return MemoryFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU, [])
+    return ImageFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU)
 
 
 @pytest.mark.parametrize(

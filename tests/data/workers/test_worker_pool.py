@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import get_worker_info
 
 from tests import warm
 from tests.command_line import BARE, QUIET, environment, ok
@@ -150,24 +149,6 @@ def test_batches_come_in_order_whoever_was_slow(loading):
     sets, plain = photo_sets(40), loading(photo_sets(40), "batch_size=2")
     sets.train.items = Slow(40)
     assert same(epoch(loading(sets, "batch_size=2", "data.workers=4")), epoch(plain))
-
-
-class Asking(Items):
-    def __getitem__(self, index):
-        info = get_worker_info()
-        pixels = torch.zeros(3, 20, 30, dtype=torch.uint8)
-        mine = info is not None and info.dataset.count == self.count
-        return pixels, 0 if info is None else 1 + info.id + 10 * info.num_workers + 100 * mine
-
-
-def test_a_users_data_set_knows_that_a_worker_reads_it(loading):
-    sets = photo_sets()
-    sets.train.items, sets.val.items = Asking(24), Asking(7)
-    assert {int(t) for _, targets in epoch(loading(sets)) for t in targets} == {0}
-    loader = loading(sets, "data.workers=2")
-    for batches in (epoch(loader), [(batch.inputs, batch.targets) for batch in loader.evaluation()]):
-        found = {int(t) for _, targets in batches for t in targets}
-        assert found <= {121, 122} and found
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])

@@ -261,16 +261,6 @@ class Reader:
             return None, 0, [(self.source.where(sample), reason(error))]
 
 
-class DenseReader(Reader):
-    """For images with a target for each pixel: they are neither resized nor cropped."""
-
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
-        return lambda row, picture: self._for_evaluation(picture)
-
-    def _for_evaluation(self, picture: Picture) -> Tensor:
-        return picture.whole(max(picture.height, picture.width)).permute(1, 2, 0)
-
-
 class PlainReader(Reader):
     """For inputs that are not images: the buffer holds them as the data set returns them."""
 

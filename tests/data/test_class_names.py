@@ -1,14 +1,12 @@
 """A class has one name and one place, however its images are stored: in folders, a table, tars, Parquet."""
 
-import subprocess
 import unicodedata
 
 import numpy as np
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result
-from tests.data.photo_folders import coloured, photo
 from tests.data.photo_folders import opened as opened_folder
+from tests.data.photo_folders import photo
 from tests.data.shards.conftest import kept  # noqa: F401
 from tests.data.shards.making import in_folders, jpeg, opened, parquet, tarred
 from trainer.data.class_names import class_names, merged
@@ -23,29 +21,6 @@ COLOURS = {
     "ship/harbour": (30, 30, 200),
     "ship/x-y": (9, 9, 90),
 }
-
-
-@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_photos_in_folders_of_classes_are_those_of_a_tar(tmp_path, split):
-    """The same classes, order, held-out images and losses; also with names that sort otherwise as text."""
-    photos = tmp_path / "photos"
-    for part in ("train", "val") if split else (".",):
-        for name, colour in COLOURS.items():
-            for n in range(6):
-                coloured(photos / part / name / f"{n}.png", colour, (16, 16), seed=n)
-        coloured(photos / part / "ship" / "x" / "0.png", COLOURS["ship/x-y"], (16, 16))
-    tar = tmp_path / "photos.tar"
-    subprocess.run(["tar", "--sort=name", "-C", photos, "-cf", tar, "."], check=True)  # the guide's command
-    words = ["mode=single", "model.name=cnn", "batch_size=8", "epochs=2", "seed=3", "threads=1", *QUIET]
-    env = {"TRAINER_DATA": str(tmp_path)}
-    for kind, root in (("imagefolder", photos), ("shards", tar)):
-        ok(f"data.name={kind}", f"data.root={root}", *words, f"output={tmp_path / kind}", env=env)
-    one, other = tmp_path / "imagefolder", tmp_path / "shards"
-    assert losses(one) == losses(other) and len(losses(one)) > 3
-    for key in ("val_loss", "val_top1"):
-        assert result(one)[key] == result(other)[key]
-    assert result(one)["facts"]["classes"] == result(other)["facts"]["classes"]
-    assert result(one)["facts"]["classes"].startswith("animal ")
 
 
 @pytest.mark.parametrize(

@@ -96,18 +96,6 @@ def test_skipped_ones_are_listed_and_the_order_stays(photos):
     assert "11 held-out images" in told and "1 more cannot be read" in told
 
 
-@pytest.mark.slow
-def test_a_continued_run_keeps_the_list_and_its_order(photos):
-    words = ("data.on_error=skip", "save.every_steps=2")
-    ok(*words_for(photos, "whole", *words))
-    killed = trainer(*words_for(photos, "parts", *words), env={"TRAINER_FAULT": "kill@0:4"})
-    assert killed.returncode
-    said = ok(*words_for(photos, "parts", *words, "resume=auto")).stdout
-    folder = photos.parent / "parts"
-    assert losses(folder) == losses(photos.parent / "whole") and skipped(folder) == ALL
-    assert "skipped.csv" not in said  # told once
-
-
 def test_every_rank_refuses_what_one_of_them_saw(photos):
     done = trainer(*words_for(photos, "run", "mode=ddp"), "nproc=2")
     assert done.returncode == 3 and done.stderr.count("cannot be read") == 1, done.stderr

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import PROJECT, QUIET, losses, ok, result, torchrun, trainer
+from tests.command_line import PROJECT, QUIET, losses, ok, result, torchrun
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
 
@@ -88,17 +88,6 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
     same(tmp_path / "parquet", tmp_path / "folders")
 
 
-@pytest.mark.slow
-def test_on_two_ranks_and_resumed(sets, tmp_path):
-    """Killed and continued is not killed; two ranks hold their files against each other."""
-    words = ["nproc=2", "save.every_steps=3"]
-    trained(sets, "tar", tmp_path / "whole", *words, mode="mode=ddp")
-    killed = trained(sets, "tar", tmp_path / "parts", *words, mode="mode=ddp", run=trainer, TRAINER_FAULT="kill@1:6")
-    assert killed.returncode == 7
-    trained(sets, "tar", tmp_path / "parts", *words, "resume=auto", mode="mode=ddp")
-    same(tmp_path / "parts", tmp_path / "whole")
-
-
 def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path):
     members = [
         (f"{path.parent.name}/{path.name}", path.read_bytes())
@@ -125,24 +114,6 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
     assert "15 held-out images" in other
 
 
-def test_unreadable_images(sets, tmp_path):
-    members = [
-        (f"{path.parent.name}/{path.name}", path.read_bytes())
-        for path in sorted((sets / "folders" / "train").rglob("*.jpg"))
-    ]
-    members[5] = (members[5][0], b"\xff\xd8 no photo")
-    path = tarred(tmp_path / "train-0.tar", members)
-    tarred(tmp_path / "val-0.tar", members)
-    env = {"TRAINER_DATA": str(tmp_path / "kept")}
-    words = ["data.name=shards", f"data.root={tmp_path}", *WORDS, "mode=single", "epochs=1"]
-    stopped = trainer(*words, f"output={tmp_path / 'a'}", env=env)
-    assert stopped.returncode == 3 and f"{path}/{members[5][0]} cannot be read" in stopped.stderr.replace(
-        "val-0", "train-0"
-    )
-    ok(*words, "data.on_error=skip", f"output={tmp_path / 'b'}", env=env)
-    assert result(tmp_path / "b")["val_loss"] is not None
-
-
 def test_ranks_that_find_other_shards_stop(sets, tmp_path):
     """A machine with another copy: here by a rank whose folder is another one."""
     plugin = tmp_path / "other_copy.py"
@@ -160,24 +131,3 @@ def test_ranks_that_find_other_shards_stop(sets, tmp_path):
     with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
         told = started.communicate(timeout=180)[0]
     assert started.returncode != 0 and ("data.root" in told or "rank 0" in told), told
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ["data.root=/x/a-0.tar", "data.root=/x/a-1.tar"],
-            "your shell expanded it into them: quote a pattern, as data.root='...*.tar'",
-        ),
-        (["data.root=*.tar"], "data.root=*.tar names no shards"),
-        (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),
-        (["data.root=[a.tar,b.tar]"], "data.root=[a.tar,b.tar] names no shards"),
-        (["data.labels=x.csv"], "use data.name=imagefolder"),
-        (["data.root=photos.tar", "data.name=imagefolder"], "is no folder but shards of images: add data.name=shards"),
-        ([], "data.name=shards needs shards: type data.root="),
-    ],
-)
-def test_what_is_typed_amiss(words, told, tmp_path):
-    name = [] if any(word.startswith("data.name") for word in words) else ["data.name=shards"]
-    done = trainer(*name, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode in (2, 3) and told in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from trainer.data.folders.label_tables import open_table
 from trainer.data.folders.layout import NOTHING_BEFORE, Before
 from trainer.data.folders.photo_folders import open_folder, statistics
 from trainer.data.registered import UserItems, in_memory, open_registered, registered
-from trainer.data.sets import Datasets, ImageSet, TensorSpec, with_labels
+from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
 from trainer.data.tensors import as_targets
@@ -53,9 +54,14 @@ def _for_task(recipe: Recipe, data: Datasets) -> Datasets:
         if isinstance(part, UserItems):  # checks each target itself
             return part
         try:
-            return with_labels(part, kind.checked(as_targets(part.labels), data.classes))
+            labels = kind.checked(as_targets(part.labels), data.classes)
         except ValueError as error:
             raise RecipeError(f"{name}, task.name={recipe.task.name}: {error}") from None
+        if isinstance(part, ImageSet | TensorSet):
+            return replace(part, labels=labels)
+        part = copy.copy(part)
+        part.labels = labels.numpy()
+        return part
 
     train, val = checked(data.train), checked(data.val)
     spec = data.targets if isinstance(train, UserItems) else TensorSpec.of(torch.as_tensor(train.labels))

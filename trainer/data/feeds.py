@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,25 +20,12 @@ from trainer.recipe import AugmentRecipe, Recipe
 BLOCK = 16_384  # rows whose random draws are made at once
 
 
-class Feed(Protocol):
-    """uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device, in batches."""
-
-    failures: list[Unreadable]
-
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each array of at most `rows` sample indices."""
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
-
-    def close(self) -> None:
-        """End what reads."""
-        return
-
-
-class MemoryFeed(Feed):
+class MemoryFeed:
     """Batches of what lies in memory, indexed when they are needed: inputs, labels, or neither, where a rank needs no
-    more."""
+    more.
+
+    Both kinds of feed give uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device.
+    """
 
     def __init__(
         self, inputs: Tensor | None, labels: Tensor | None, length: int, rows: int, device: torch.device
@@ -53,6 +39,7 @@ class MemoryFeed(Feed):
         self._nothing = torch.empty(0, device=device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch for each array of at most `rows` sample indices."""
         several = max(1, BLOCK // self._rows)
         for first in range(0, len(batches), several):
             block = batches[first : first + several]
@@ -65,10 +52,14 @@ class MemoryFeed(Feed):
                 yield take(at[start:stop], start, batch), labels[start:stop]
 
     def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
         for start, stop in spans:  # the last sample is repeated beyond the end
             index = np.minimum(np.arange(start, start + self._rows), self._length - 1) % self._pool
             at = on_device(torch.from_numpy(index), self._device)
             yield self._plain(at), self._taken(self._labels, at), stop - start
+
+    def close(self) -> None:
+        pass
 
     def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
         """What makes training inputs of a part of these samples: of its rows, its place among them, its samples."""

@@ -19,7 +19,7 @@ from trainer.tasks import Task
 
 INPUTS = ("image", "images", "img", "pixel_values", "input", "inputs", "input_values", "x")
 TARGETS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
-COUNTED = 10_000  # items that are read to count their classes where nothing else tells them
+GIVE = "give their number: data=(train_set, val_set"
 
 
 def pair(item: Any) -> tuple[Any, Any]:
@@ -75,24 +75,20 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def counted_names(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None) -> tuple[str, ...]:
-    """Numbers as names, of as many classes, or of a regression's values, as a set's targets have; `tensors` are the set
-    as a pair, where it is one. Raises RecipeError."""
-    if kind.reads == "class":
-        targets = tensors[1] if tensors is not None else stored_targets(part)
-        targets = _counted(part, of) if targets is None else targets
-        if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
-            raise RecipeError(
-                f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
-                "to predict numbers: task.name=regression"
-            )
-        if strange := sparse(targets.numpy()):
-            raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
-        return numbers(int(targets.max()) + 1)
-    try:
-        target = tensors[1][0] if tensors is not None else as_targets(pair(part[0])[1])
-    except Exception as error:  # a user's data set may raise anything at all
-        raise RecipeError(f"{of}: item 0 cannot be read ({error})") from None
-    return numbers(target.numel())
+    """Numbers as names, of as many classes or values as the targets in memory have. Raises RecipeError."""
+    targets = tensors[1] if tensors is not None else stored_targets(part) if kind.reads == "class" else None
+    if targets is None:
+        raise RecipeError(f"{of}: it does not name its classes or values: {GIVE}, 10), or their names instead of 10")
+    if kind.reads != "class":
+        return numbers(targets[0].numel())
+    if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
+        raise RecipeError(
+            f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
+            "to predict numbers: task.name=regression"
+        )
+    if strange := sparse(targets.numpy()):
+        raise RecipeError(f"{of}: {strange}; if so, {GIVE}, 1000)")
+    return numbers(int(targets.max()) + 1)
 
 
 def numbers(count: int) -> tuple[str, ...]:
@@ -132,15 +128,3 @@ def stored_targets(part: Any) -> Tensor | None:
         if targets.dim() == 1 and len(targets):
             return targets
     return None
-
-
-def _counted(part: Any, of: str) -> Tensor:
-    if len(part) > COUNTED:
-        raise RecipeError(
-            f"{of}: it has no `classes` or `targets` that give the number of classes, and {len(part):,} items are too "
-            "many to count them: give their number, or their names, as a third: data=(train_set, val_set, 10)"
-        )
-    try:
-        return torch.stack([as_targets(pair(part[index])[1]) for index in range(len(part))])
-    except Exception as error:
-        raise RecipeError(f"{of}: its items cannot be read ({type(error).__name__}: {str(error)[:160]})") from None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
-from trainer.data.feeds import Feed, ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
 from trainer.data.sampling import Array, Mix
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
@@ -81,13 +81,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        datasets: Datasets,
-        recipe: Recipe,
-        task: Task,
-        shard: Shard,
-        device: torch.device,
-        readers: int = 1,
+        self, datasets: Datasets, recipe: Recipe, task: Task, shard: Shard, device: torch.device, readers: int = 1
     ) -> None:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory. Raises
         SetupError."""
@@ -117,7 +111,9 @@ class Loader:
             self._workers = workers_of(recipe, readers, self._slot)
         pool = readers_of(datasets, sources, self._rows, recipe, self._workers) if sources else None
 
-        def feed(part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe) -> Feed:
+        def feed(
+            part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe
+        ) -> MemoryFeed | PhotoFeed:
             number = next((n for n, each in enumerate(sources) if each is part), None)
             if pool is not None and number is not None:
                 return PhotoFeed(pool, number, self._rows, device)

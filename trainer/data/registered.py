@@ -240,9 +240,7 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
 
     Reading an item reports what is wrong with it.
     """
-    shapes: list[Shape] = []
-    spec: TensorSpec | None = None
-    target: TensorSpec | None = None
+    shapes, specs, targets = list[Shape](), list[TensorSpec](), list[TensorSpec]()
     for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
         with suppress(Exception):
             item, label = pair(items[index])
@@ -253,13 +251,9 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
                 channels, height, width = item.shape
                 shapes.append((channels, height, width))
             else:
-                spec = spec or TensorSpec.of(plain(item)[None])
-            other = TensorSpec.of(target_of(label, kind, names)[None])
-            if target is None:
-                target = other
-            elif other.shape == target.shape:  # whole numbers first, and others later
-                target = TensorSpec(other.shape, torch.promote_types(other.dtype, target.dtype))
-    return shapes, None if shapes else spec, target or CLASS
+                specs.append(TensorSpec.of(plain(item)[None]))
+            targets.append(TensorSpec.of(target_of(label, kind, names)[None]))
+    return shapes, None if shapes or not specs else specs[0], targets[0] if targets else CLASS
 
 
 def _plain(

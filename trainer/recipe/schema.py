@@ -123,7 +123,7 @@ class DataRecipe(_Section):
     on_error: Literal["stop", "skip"] = key(
         "stop", "what to do if an image cannot be read; skip replaces and counts it"
     )
-    check: Check = key("headers", "find damaged photos before the first step, by beginning and end of each file", "off")
+    check: Check = key("headers", "find damaged photos before the first step, by beginning and end of each file")
     samples: Positive = key(1024, "training images of data.name=synthetic")
     val_samples: Positive = key(256, "held-out images of data.name=synthetic")
 

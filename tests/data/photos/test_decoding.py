@@ -9,8 +9,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 
 from tests.data.photo_folders import read_image
-from trainer.data.photos import decoding
-from trainer.data.photos.decoding import formats, from_item, open_encoded
+from trainer.data.photos.decoding import from_item, open_encoded
 
 TURNS = {  # how the upright picture has to be turned, and mirrored, so that the tag turns it back
     1: lambda pixels: pixels,
@@ -154,35 +153,6 @@ def test_photos_stand_upright(tmp_path, suffix, orientation):
     Image.fromarray(np.ascontiguousarray(TURNS[orientation](pixels))).save(path, exif=exif(orientation))
     assert close(read_image(str(path), 3), pixels)
     assert read_image(str(path), 1).shape == (1, 32, 48)
-
-
-@pytest.mark.parametrize(
-    "tags", [b"Exif\0\0" + b"\xff" * 40, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x63\0\0"]
-)
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
-def test_an_orientation_that_makes_no_sense_turns_nothing(tmp_path, suffix, tags):
-    path, pixels = tmp_path / f"a.{suffix}", upright()
-    Image.fromarray(pixels).save(path, exif=tags)
-    assert close(read_image(str(path), 3), pixels)
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_heic_is_read_upright_where_its_package_is_installed(tmp_path, orientation):
-    pillow_heif = pytest.importorskip("pillow_heif", reason="pip install pillow-heif")
-    pillow_heif.register_heif_opener()
-    path, pixels = tmp_path / "IMG_0001.HEIC", upright().repeat(4, 0).repeat(4, 1)
-    turned = Image.fromarray(np.ascontiguousarray(TURNS[orientation](pixels)))
-    turned.info["exif"] = exif(orientation).tobytes()  # makes it write the turn where HEIC has it, as phones do
-    turned.save(path, format="HEIF")
-    assert close(read_image(str(path), 3), pixels)
-
-
-def test_heic_that_cannot_be_read_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding, "formats", lambda: tuple(name for name in formats() if name != "HEIF"))
-    path = tmp_path / "IMG_0001.jpg"  # as a phone's share button calls it
-    path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
-    with pytest.raises(ValueError, match="pip install pillow-heif"):
-        read_image(str(path), 3)
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (-0.02, 1.02)])

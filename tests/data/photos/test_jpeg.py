@@ -129,20 +129,6 @@ def test_a_photo_stands_as_pillow_shows_it(way, name):
     assert np.array_equal(found.numpy(), wanted)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_stored_gray_is_that_of_torchvision(way, name):
-    data = torch.frombuffer(bytearray(FILES[name]), dtype=torch.uint8)
-    if way == "Pillow":
-        with pytest.raises(RuntimeError):
-            jpeg.jpeg_pixels(data, 1)
-        return
-    with warnings.catch_warnings(action="ignore"):
-        wanted = torchvision.io.decode_jpeg(data, torchvision.io.ImageReadMode.GRAY)
-    found = open_encoded(data.numpy(), 1).decode(1)
-    assert torch.equal(found.flatten().sort()[0], wanted.flatten().sort()[0])  # however it is turned
-    assert found.shape[1:] == shown(FILES[name]).shape[:2]
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_file_is_that_of_torchvision(mode):
     image = torch.from_numpy(np.array(photo(mode)).reshape(90, 120, -1)).permute(2, 0, 1)

@@ -90,20 +90,6 @@ def test_of_a_stripe_only_the_middle_is_enlarged(monkeypatch, shape):
     assert [max(part.shape[-2:]) <= 33 * 256 + 256 for part in made] == [True]
 
 
-def test_an_orientation_in_xmp_turns_too_however_small_it_becomes(tmp_path):
-    """Where EXIF has none, as Pillow does it; torchvision does not read it."""
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
-    Image.fromarray(scene(400, 600)).save(tmp_path / "a.jpg", xmp=xmp)
-    picture = open_image(str(tmp_path / "a.jpg"), 3)
-    assert (picture.height, picture.width) == (600, 400)
-    wanted = torch.from_numpy(np.rot90(scene(400, 600), -1).copy()).permute(2, 0, 1)
-    for least in (400, 200, 50):
-        small = picture.whole(least)
-        assert small.shape[1] == round(1.5 * small.shape[2])
-        near = vision.resize(wanted, list(small.shape[1:]), antialias=True)
-        assert (small.int() - near.int()).abs().float().mean() < 5
-
-
 @pytest.mark.parametrize("factor", [1, 2])
 def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor):
     path = saved(tmp_path / "a.jpg", 6)

@@ -1,6 +1,5 @@
 """Pixels of more than 8 bits, or with a sign: one decision for a whole data set, held against what NumPy has."""
 
-import io
 import re
 import struct
 import zlib
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import opened, read_image
 from trainer.data.photos.decoding import open_image
 from trainer.errors import SetupError
@@ -128,16 +127,6 @@ def test_of_colour_with_16_bits_65535_is_white(tmp_path, channels):
         assert np.array_equal(read_image(str(tiff(tmp_path / "a.tif", pixels)), 3).numpy(), found)
 
 
-def test_bytes_stay_what_they_are_whatever_the_range_is(tmp_path):
-    pixels = values(0, 255, np.uint8)
-    for mode in ("L", "RGB", "CMYK", "P", "1", "LA"):
-        image = Image.fromarray(pixels).convert(mode)
-        file = io.BytesIO()
-        image.save(file, "TIFF" if mode == "CMYK" else "PNG")
-        (tmp_path / mode).write_bytes(file.getvalue())
-        assert np.array_equal(gray(tmp_path / mode, (0, 4095)), np.asarray(image.convert("L")))
-
-
 def photo_set(root, pixels):
     for label, name in enumerate("ab"):
         for number in range(5):
@@ -183,34 +172,6 @@ def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
     assert "data.pixel_range" in notes["pixels"]
     assert notes["pages"].startswith("4 of the images ")
-
-
-@pytest.mark.slow
-def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path):
-    """Training, with the cache and without it, evaluation, one photo and many, and export."""
-    root = photo_set(tmp_path / "photos", lambda n: np.clip(values(0, 900, np.uint16, n) + (n >= 10) * 3000, 0, 4095))
-    words = (*QUIET, "recipe=digits", "data.name=imagefolder", f"data.root={root}", "augment.crop=resized")
-    words += (
-        "data.image_size=24",
-        "data.channels=1",
-        "epochs=3",
-        "batch_size=4",
-        "data.workers=1",
-        "data.cache_size=32",
-    )
-    refused = trainer(*words, "output=none", cwd=tmp_path)
-    assert refused.returncode == 3 and "data.pixel_range=[0,4095]" in refused.stderr
-    assert not (tmp_path / "none").exists()
-    words += ("data.pixel_range=[0,4095]",)
-    ok(*words, "output=run", cwd=tmp_path)
-    ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path)
-    found, cached = result(tmp_path / "run"), result(tmp_path / "cached")
-    assert re.search(r"\b16-bit\b.*\b0 .*\b4095\b", found["facts"]["pixels"])
-    assert found["val_loss"] == cached["val_loss"]
-    ok("predict", "checkpoint=run", f"data.root={root}", "output=all", cwd=tmp_path)
-    ok("predict", "checkpoint=run", f"data.root={root / 'b' / '0.tif'}", "output=one", cwd=tmp_path)
-    rows = [line for line in (tmp_path / "all" / "predictions.csv").read_text().splitlines() if "b/0.tif" in line]
-    assert (tmp_path / "one" / "predictions.csv").read_text().splitlines()[1:] == rows
 
 
 def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):

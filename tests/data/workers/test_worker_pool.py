@@ -16,7 +16,6 @@ from PIL import Image
 from tests import warm
 from tests.command_line import BARE, QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
-from trainer.data import Shard
 from trainer.errors import PeerError
 from trainer.saving.weights import read_weights
 
@@ -117,14 +116,6 @@ def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
         next(kept)
 
 
-@pytest.mark.parametrize("words", [(), ("data.workers=2",)])
-def test_an_epoch_may_end_early(loading, words):
-    whole, loader = epoch(loading(photo_sets(), "accumulate=2")), loading(photo_sets(), "accumulate=2", *words)
-    found = [(x.inputs.clone(), x.targets.clone()) for x in loader.training(0, 1, 2)]
-    assert len(whole) == 6 and same(found, whole[2:4])
-    assert alike(evaluated(loader), evaluated(loading(photo_sets(), "accumulate=2")))
-
-
 def test_failures_are_counted_when_their_batch_is_used(loading):
     words = ("data.on_error=skip", "batch_size=4")
     inline = loading(photo_sets(broken=(3, 4)), *words)
@@ -165,16 +156,6 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(er
     kills += [error] * 2
     with pytest.raises(PeerError, match="was killed"):
         epoch(loading(photo_sets(), "data.workers=1"))
-
-
-def test_a_long_order_never_blocks_who_asks(loading):
-    """Indices lie in shared memory: those of a batch are more than a pipe holds."""
-    sets = photo_sets(20_000)
-    loader = loading(sets, "batch_size=20000", "data.workers=1", shard=Shard(targets=False))
-    keys = [(0, 0, np.arange(20_000))] * 3
-    loader._train._readers.read(keys)
-    loader._train._readers.prefetch(keys)
-    loader.close()
 
 
 def test_memory_and_processes_are_told(loading):

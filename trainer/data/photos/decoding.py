@@ -29,7 +29,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # What Pillow may open, whatever a file's suffix is: its readers of other formats start programs (EPS: Ghostscript), or
 # are rarely used and maintained. HEIF needs pillow-heif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
-HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 XMP = b"http://ns.adobe.com/xap/1.0/\0"  # the beginning of a JPEG's segment of it
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")  # Pillow's modes with transparency
 LARGEST = 2**30  # bytes of an image file, and of its pixels
@@ -66,8 +65,6 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             return Picture(*size, partial(_jpeg, untagged(data, tags), channels, orientation))
-    if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
-        raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
     with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
         return Picture.of(upright(opened, channels, pixel_range))
 

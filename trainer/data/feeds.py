@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
-from trainer.data.photos.copies import Copies, Copy, on_device, set_on_device
+from trainer.data.photos.copies import Copies, Copy, on_device
 from trainer.data.photos.photo_reader import Key, PlainReader, Reader, Report, Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
@@ -32,8 +32,8 @@ class MemoryFeed:
     ) -> None:
         """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
         self.failures: list[Unreadable] = []
-        self._inputs = None if inputs is None else set_on_device(inputs, device)
-        self._labels = None if labels is None else set_on_device(labels, device)
+        self._inputs = None if inputs is None else inputs.to(device)
+        self._labels = None if labels is None else labels.to(device)
         self._pool = min((len(part) for part in (inputs, labels) if part is not None), default=length)
         self._length, self._rows, self._device = length, rows, device
         self._nothing = torch.empty(0, device=device)

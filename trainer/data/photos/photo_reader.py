@@ -289,12 +289,13 @@ def held_out_pictures(datasets: Datasets, index: Sequence[int]) -> Tensor | None
         return None
     if isinstance(part, ImageSet):
         return _visible(part.images[[place % len(part.labels) for place in index]])
-    channels, size = datasets.channels, datasets.image_size
-    if isinstance(part, PictureSource):
-        images = [held_out(part.open(place, channels)[0], size) for place in index]
-    else:
-        images = [held_out(Picture.of(part.read(place, channels)[0]), size) for place in index]
-    return _visible(torch.stack(images))
+
+    def opened(place: int) -> Picture:
+        if isinstance(part, PictureSource):
+            return part.open(place, datasets.channels)[0]
+        return Picture.of(part.read(place, datasets.channels)[0])
+
+    return _visible(torch.stack([held_out(opened(place), datasets.image_size) for place in index]))
 
 
 def _visible(images: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def test_weighted_losses_of_parts_add_up_to_that_of_the_whole(given):
         ),
         (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
         (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to predict: leave it out"),
-        (["task.name=clasification"], None, "did you mean task.name=classification"),
+        (["task.name=clasification"], None, "is not a task; known: classification, "),
     ],
 )
 def test_what_a_task_does_not_have(words, targets, says):

@@ -62,8 +62,8 @@ def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
             why = f"the download failed: {reason(error)}"
     if loaded is None:
         raise SetupError(
-            f"{data.name} is not in {root} ({why}); put the {known.folder}/ there that torchvision's "
-            f"{known.maker.__name__}(..., download=True) makes, or type data.root=FOLDER where it is"
+            f"{data.name} is not in {root} ({why}); put the {known.folder}/ there that torchvision downloads, "
+            "or type data.root=FOLDER where it is"
         )
     return loaded
 

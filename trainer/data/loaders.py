@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
-from trainer.data.sampling import Array, Mix
+from trainer.data.sampling import Array
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
 from trainer.data.workers.worker_pool import buffered
@@ -255,14 +255,9 @@ class Loader:
         if augment.erase and shard.inputs:
             inputs = self._transform.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
-            mix = self._mix(epoch, step, piece, len(index))
+            pairs, (first, _) = self._recipe.batch_size // 2, self._spans[piece]
+            whole = sampling.mixing(seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
+            mix = whole.rows(first, first + len(index))  # a micro-batch may be shorter than others
             targets = self._transform.soft(self._task.shares(targets), mix) if shard.targets else targets
             inputs = self._transform.mixed(inputs, mix) if shard.inputs else inputs
         return Batch(inputs, targets, len(index))
-
-    def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:
-        """The part of the global batch's draws for a micro-batch, which may be shorter than others."""
-        recipe, augment, size = self._recipe, self._recipe.augment, self._datasets.image_size
-        pairs, (first, _) = recipe.batch_size // 2, self._spans[piece]
-        whole = sampling.mixing(recipe.seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
-        return whole.rows(first, first + rows)

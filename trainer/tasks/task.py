@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe, nearest
+from trainer.recipe import Recipe
 from trainer.recipe.known_names import Registry
 
 Reads = Literal["class", "classes", "values"]
@@ -166,9 +166,7 @@ def kind(recipe: Recipe) -> type[Task]:
     """The class of the recipe's task. Raises RecipeError where there is none of that name."""
     name = recipe.task.name
     if name not in _registered:
-        guess = nearest(name, [*_registered])
-        hint = f"did you mean task.name={guess}? " if guess else ""
-        raise RecipeError(f"task.name={name} is not a task; {hint}known: {', '.join(_registered)}")
+        raise RecipeError(f"task.name={name} is not a task; known: {', '.join(_registered)}")
     return _registered[name]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.class_names import class_names, merged, shared_depth
+from trainer.data.class_names import class_names, shared_depth
 from trainer.data.folders.layout import part_named
 from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import sparse
@@ -17,6 +17,8 @@ from trainer.data.sampling import Array
 from trainer.data.shards.indexes import ShardIndex
 from trainer.errors import SetupError
 from trainer.saving import files
+from trainer.saving.files import portable
+from trainer.tasks.classification import class_name
 
 LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
 DIGITS = 7  # of a class's number
@@ -58,8 +60,8 @@ def classes_of(
         if long := next((text for text in texts if len(text) > DIGITS and text.isdecimal()), None):
             raise SetupError(f"{root}: a sample's class is {long[:40]}, and classes are numbers from 0")
         labels = _of([int(text) if text.isdecimal() else -1 for text in texts], codes)
-        names, places, notes = merged(_names(root, indexes, labels[train | held_out]))
-        return Classes(names, _of(places, labels), notes)
+        names = [portable(class_name(name)) for name in _names(root, indexes, labels[train | held_out])]
+        return Classes(names, labels, {})
     here, there = (
         {some[code] for code in np.unique(codes[part]) if code >= 0} - {""}
         for some, part in zip(by_part, (train, held_out), strict=True)

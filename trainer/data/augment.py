@@ -113,7 +113,7 @@ class Gallery:
             # 3x32x32. (N, top, left, height, width x C)
             lines, channels = self.images.numpy().reshape(*self.images.shape[:2], -1), self.images.shape[3]
             window = (self.height, self.width * channels)
-            self._windows = sliding_window_view(lines, window, (1, 2))[:, :, ::channels]  # type: ignore[call-overload]
+            self._windows = sliding_window_view(lines, window, (1, 2))[:, :, ::channels]
 
     def take(self, index: Tensor, draws: Draws) -> Tensor:
         """(n, H, W, C) uint8."""
@@ -121,7 +121,8 @@ class Gallery:
             batch = self.images.index_select(0, index)
         elif self.device.type == "cpu":
             top, left = draws.shift.numpy().T
-            batch = torch.from_numpy(self._windows[index.numpy(), top, left]).unflatten(2, (self.width, -1))
+            pixels = torch.from_numpy(self._windows[index.numpy(), top, left])
+            batch = pixels.view(len(index), self.height, self.width, self.images.shape[3])
         else:
             windows = self.images.unfold(1, self.height, 1).unfold(2, self.width, 1).permute(0, 1, 2, 4, 5, 3)
             batch = windows[index, draws.shift[:, 0], draws.shift[:, 1]].contiguous()

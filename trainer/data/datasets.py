@@ -24,7 +24,7 @@ from trainer.data.shards.opening import open_shards
 from trainer.data.shards.patterns import SUFFIXES, packed_or_remote
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
+from trainer.recipe import AugmentRecipe, DataRecipe, Recipe
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
@@ -144,11 +144,8 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
     if data.name == "shards":
         return open_shards(recipe, before)
-    known_names = [*DATASETS, *registered]
-    guess = nearest(data.name, known_names)
-    hint = f"did you mean data.name={guess}? " if guess else ""
     raise RecipeError(
-        f"data.name={data.name} is not a data set; {hint}known: {', '.join(known_names)} "
+        f"data.name={data.name} is not a data set; known: {', '.join([*DATASETS, *registered])} "
         "(your own: register_dataset, or plugin=my_module)"
     )
 

@@ -19,7 +19,7 @@ from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.photos.decoding import open_image, reason, with_channels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out, middle_of_stripe
+from trainer.data.photos.photo_reader import held_out
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.devices import cards, health
 from trainer.devices.precision import AUTOCAST, set_precision
@@ -140,7 +140,7 @@ class Labeller:
         how, picture = self.preparation, self._picture(item)
         if how.published is not None:
             whole = picture.whole(max(picture.height, picture.width))
-            return how.published(middle_of_stripe(whole, how.shorter_side))
+            return how.published(whole)
         return held_out(picture, how.image_size, how.shorter_side)
 
     def _picture(self, item: Any) -> Picture:

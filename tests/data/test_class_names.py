@@ -44,13 +44,6 @@ def test_the_class_in_a_tar_is_the_outermost_folder_below_what_all_share(tmp_pat
         assert all(found.classes[label] in name for name, label in zip(named, source.labels, strict=True))
 
 
-def test_a_training_part_without_images(tmp_path):
-    tarred(tmp_path / "train-0.tar", [("README", b"x")])
-    tarred(tmp_path / "val-0.tar", in_folders({"ant": 2, "bee": 2}))
-    with pytest.raises(SetupError, match=r"data\.root=.* no images"):
-        opened(tmp_path)
-
-
 def test_a_tar_with_val_beside_other_folders_and_no_train(tmp_path):
     with pytest.raises(SetupError, match=r"\bval\b.*\bno train\b"):
         opened(tarred(tmp_path / "a.tar", in_folders({"val/ant": 3, "raw/ant": 3})))

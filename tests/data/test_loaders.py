@@ -193,14 +193,6 @@ def test_the_last_partial_batch_is_dropped_and_too_few_images_refused(loading):
             steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), Shard(0, 4, every_sample=every_sample))
 
 
-def pool_sets(train=24):
-    """As `memory_sets`, of which a few images stand for all."""
-    sets = memory_sets(train)
-    return replace(
-        sets, train=replace(sets.train, images=sets.train.images[:7], labels=sets.train.labels[:7], length=24)
-    )
-
-
 class Drawers:
     """Photos that know their labels, and break when they are read."""
 
@@ -238,9 +230,7 @@ def same_targets(a, b):
 
 @pytest.mark.parametrize("words", [(), ("accumulate=2", *AUGMENT)])
 @pytest.mark.parametrize(("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (1, 2, True)])
-@pytest.mark.parametrize(
-    ("sets", "source"), [(memory_sets, memory_sets), (pool_sets, pool_sets), (photo_sets, drawer_sets)]
-)
+@pytest.mark.parametrize(("sets", "source"), [(memory_sets, memory_sets), (photo_sets, drawer_sets)])
 def test_labels_alone_are_those_of_the_whole_batches(loading, sets, source, words, index, count, every_sample):
     loader = loading(sets(), *words, shard=Shard(index, count, every_sample=every_sample))
     targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]

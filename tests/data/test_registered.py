@@ -11,7 +11,6 @@ from torchvision.transforms.v2 import functional as vision
 from trainer import tasks
 from trainer.commands.predict.labelling import Preparation
 from trainer.data import (
-    Datasets,
     LabelledSource,
     Loader,
     Shard,
@@ -41,13 +40,6 @@ def names(monkeypatch):
 
 def pair(count, size=5, channels=3):
     return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8), torch.arange(count) % 2
-
-
-def test_users_bring_tensors(names):
-    register_dataset("mine")(lambda data: (pair(8), pair(4), ["a", "b"]))
-    found = opened("data.name=mine")
-    assert isinstance(found, Datasets) and found.classes == ("a", "b") and found.image_size == 5
-    assert (len(found.train), len(found.val)) == (8, 4) and len(found.mean) == 3
 
 
 def test_users_bring_map_style_sets(names):

@@ -102,12 +102,6 @@ def test_crop_boxes_one_by_one_are_those_of_many():
             assert [list(alone.box(row, height, width)) for row in range(600)] == together.tolist()
 
 
-def test_an_image_too_long_for_any_try_is_cut_in_the_middle():
-    draws = sampling.box_draws(0, 0, np.arange(3), sampling.CROP)
-    assert sampling.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3
-    assert sampling.crop_boxes(draws, 1000, 10, (0.9, 1.0)).tolist() == [[493, 0, 13, 10]] * 3
-
-
 def test_erasing_happens_as_often_as_asked_and_inside():
     boxes = sampling.erase_boxes(0, 0, np.arange(4000), 0.25, 32)
     erased = boxes[boxes[:, 2] > 0]

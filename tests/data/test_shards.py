@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.command_line import PROJECT, QUIET, losses, ok, result, torchrun
+from tests.command_line import QUIET, losses, ok, result
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
 
@@ -112,22 +112,3 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
         shutil.copy(path, moved / path.name)
     other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
     assert "15 held-out images" in other
-
-
-def test_ranks_that_find_other_shards_stop(sets, tmp_path):
-    """A machine with another copy: here by a rank whose folder is another one."""
-    plugin = tmp_path / "other_copy.py"
-    plugin.write_text("import os\nif os.environ.get('RANK') == '1':\n    os.chdir(os.environ['OTHER'])\n")
-    for name, take in (("here", "000"), ("there", "001")):
-        (tmp_path / name / "set").mkdir(parents=True)
-        shutil.copy(sets / "wds" / f"x-train-{take}.tar", tmp_path / name / "set" / "x-train-000.tar")
-        shutil.copy(sets / "wds" / "x-val-000.tar", tmp_path / name / "set" / "x-val-000.tar")
-    words = ["data.name=shards", "data.root=set", *WORDS, "mode=ddp", "plugin=other_copy", f"output={tmp_path / 'run'}"]
-    env = {
-        "PYTHONPATH": f"{tmp_path}:{PROJECT}",
-        "OTHER": str(tmp_path / "there"),
-    }
-    env["TRAINER_DATA"] = str(tmp_path / "kept")
-    with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
-        told = started.communicate(timeout=180)[0]
-    assert started.returncode != 0 and ("data.root" in told or "rank 0" in told), told

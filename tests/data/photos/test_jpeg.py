@@ -77,25 +77,6 @@ def saved(mode="RGB", size=(120, 90), **options):
     return file.getvalue()
 
 
-def apart(data):
-    """A file's first segment of metadata, and the file without it."""
-    place = data.index(b"\xff\xe1")
-    end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    return data[place:end], data[:place] + data[end:]
-
-
-def after_the_frame(data):
-    """Its metadata between its frame header and its pixels, where no camera writes them."""
-    segment, rest = apart(data)
-    place = rest.index(b"\xff\xda")
-    return rest[:place] + segment + rest[place:]
-
-
-def first(data, other):
-    """A file with a segment of another's before its own."""
-    return data[:2] + apart(other)[0] + data[2:]
-
-
 def shown(data):
     """Upright, as Pillow shows it, (H, W, 3)."""
     return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
@@ -112,8 +93,6 @@ FILES = {
     "turned 9": saved(exif=tags(9)),
     "XMP": saved(xmp=XMP),
     "EXIF of 3, and XMP of 6": saved(exif=tags(3), xmp=XMP),
-    "XMP of 6 first": first(saved(exif=tags(3)), saved(xmp=XMP)),
-    "after the frame": after_the_frame(saved(exif=tags(8))),
 }
 
 

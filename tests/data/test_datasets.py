@@ -101,10 +101,18 @@ def test_unreadable_tiny_images_stop_or_are_skipped(folder):
     assert found.train.failures[0][0] == str(bad)
 
 
+def huge_jpeg(path):
+    frame = b"\xff\xc0\x00\x11\x08\xff\xff\xff\xff\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01"
+    path.write_bytes(
+        b"\xff\xd8\xff\xe0\x00\x04ab" + frame + b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00" + bytes(99)
+    )
+
+
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n"
 ODD = {
     "a pipe": os.mkfifo,
     "endless": lambda path: path.symlink_to("/dev/zero"),
+    "a huge frame": huge_jpeg,
     "PostScript": lambda path: path.write_bytes(POSTSCRIPT),
 }
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
 from trainer.data import ImageSet, TensorSet
@@ -62,7 +61,7 @@ def test_an_item_is_an_input_and_a_target(item):
     [
         ((1, 2, 3), r"an item must be \(input, target\), .*found tuple of 3"),
         (torch.zeros(3), "found Tensor"),
-        ({"picture": 1, "label": 2}, "a dictionary needs one of image, .*found picture, label"),
+        ({"picture": 1, "label": 2}, "a dictionary with one of image, .*found a dictionary of picture, label"),
     ],
 )
 def test_what_is_no_item(item, line):
@@ -162,15 +161,6 @@ def test_sets_in_memory_are_tensors():
     assert torch.equal(opened(arrays, arrays, 3).train.images, PIXELS)
     floats = TensorDataset(PIXELS / 255, LABELS)
     assert isinstance(opened(floats, floats).train, TensorSet)
-
-
-def test_dictionaries_as_hugging_face_has_them():
-    images = [Image.fromarray(pixels[0].numpy()) for pixels in PIXELS]
-    items = Rows([{"image": image, "label": int(label)} for image, label in zip(images, LABELS, strict=True)])
-    found = opened(items, items, ["a", "b", "c"])
-    assert (found.channels, found.image_size) == (1, 6)
-    image, label = found.train.read(4, 1)
-    assert torch.equal(image, PIXELS[4]) and label == 1
 
 
 class Stream(IterableDataset):

@@ -24,20 +24,19 @@ GIVE = "give their number: data=(train_set, val_set"
 
 def pair(item: Any) -> tuple[Any, Any]:
     """An item's input and target; those of a dictionary by their keys. Raises ValueError."""
+    found = type(item).__name__
     if isinstance(item, Mapping):
         keys = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
-        if None in keys:
-            raise ValueError(
-                f"a dictionary needs one of {', '.join(INPUTS[:4])} and one of {', '.join(TARGETS[:4])}, "
-                f"found {', '.join(map(str, item))[:100]}"
-            )
-        return item[keys[0]], item[keys[1]]
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return item[0], item[1]
-    several = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        if None not in keys:
+            return item[keys[0]], item[keys[1]]
+        found = f"a dictionary of {', '.join(map(str, item))[:100]}"
+    elif isinstance(item, tuple | list):
+        if len(item) == 2:
+            return item[0], item[1]
+        found += f" of {len(item)}"
     raise ValueError(
-        "an item must be (input, target), or a dictionary with an image and a label, "
-        f"found {type(item).__name__}{several}"
+        f"an item must be (input, target), or a dictionary with one of {', '.join(INPUTS[:4])} and one of "
+        f"{', '.join(TARGETS[:4])}, found {found}"
     )
 
 

@@ -65,7 +65,10 @@ def open_registered(recipe: Recipe) -> Datasets:
     *parts, names = made
     pairs = [pair for part in parts if (pair := tensors_of(part)) is not None]
     if len(pairs) == 2:
-        _check_pairs(data, pairs)
+        for inputs, targets in pairs:
+            if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
+                shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+                raise RecipeError(f"{where}: inputs and targets must be as many, and at least 1, found {shapes}")
         return _from_tensors(data, pairs, _names(parts, pairs[0], names, recipe))
     if any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts):
         raise RecipeError(f"{where}: train and val must both be pairs of tensors, or neither")
@@ -105,15 +108,6 @@ def _names(parts: Sequence[Any], tensors: tuple[Tensor, Tensor] | None, names: A
 
 def _alike(names: Iterable[Any]) -> tuple[str, ...]:
     return tuple(portable(class_name(str(name))) for name in names)
-
-
-def _check_pairs(data: DataRecipe, parts: Sequence[Sequence[Tensor]]) -> None:
-    for inputs, targets in parts:
-        if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
-            raise RecipeError(
-                f"data.name={data.name}: inputs and targets must be as many, and at least 1, found "
-                f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-            )
 
 
 def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:

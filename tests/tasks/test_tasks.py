@@ -103,6 +103,7 @@ def test_balanced_labels_count_as_much_as_their_absence():
     targets = torch.tensor([[1.0, 0, 0]] * 1 + [[0.0, 1, 0]] * 3)
     made = task("task.name=multilabel", "loss.class_weights=balanced", targets=targets)
     assert made.weights(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 1])
+    assert made.weights(torch.device("meta")).device.type == "meta", "and follow the outputs"
 
 
 # Regression.

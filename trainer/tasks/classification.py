@@ -52,9 +52,11 @@ class OfClasses(Task):
 
     def weights(self, device: torch.device) -> Tensor | None:
         """(outputs,) float32; None where all count alike."""
-        if self._weights and device not in self._weights:  # copied once, and waited for: any stream may use it
+        if not self._weights:
+            return None
+        if device not in self._weights:  # copied once, and waited for: any stream may use it
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
-        return self._weights.get(device)
+        return self._weights[device]
 
     def _balanced(self, targets: Tensor) -> Tensor:
         """(names,): of loss.class_weights=balanced, from the training targets."""

@@ -214,7 +214,8 @@ class Workers:
                 return self._asked.popleft()
             if waited >= self._timeout:
                 worker = self._asked[0].worker if self._asked else next(each for each in self._workers if each.requests)
-                raise PeerError(self._failure(worker, key, f"did not answer for timeout={self._timeout:g} seconds"))
+                late = f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds"
+                raise PeerError(self._failure(key, late))
             self._listen(min(POLL, self._timeout - waited))
             waited += min(time.perf_counter() - start, 2 * POLL)
 
@@ -288,13 +289,15 @@ class Workers:
                 "loader workers failed to start, their error is above; they import the script that trains: "
                 'it needs if __name__ == "__main__": around train(...), or data.workers=0'
             )
-        return self._failure(worker, worker.requests[0].key, "died (killed, or out of memory)")
+        time.sleep(0.1)  # what killed it may have killed others
+        dead = ", ".join(str(each.pid) for each in self._processes if each.exitcode) or worker.process.pid
+        return self._failure(worker.requests[0].key, f"{dead} died (killed, or out of memory)")
 
-    def _failure(self, worker: Worker, key: Key, what: str) -> str:
+    def _failure(self, key: Key, what: str) -> str:
         source, index = self._sources[key[0]], key[2]
         first = f" from {source.where(int(index[0]) % len(source))} on" if len(index) else ""
         reading = f"while reading {len(index)} samples{first}; data.workers=0 reads in this process"
-        return f"loader worker {worker.process.pid} {what} {reading}"
+        return f"loader worker {what} {reading}"
 
 
 def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> None:

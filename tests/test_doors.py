@@ -208,7 +208,7 @@ def parquet_tables(home: Path) -> list[str]:
 
 
 class Items(torch.utils.data.Dataset[Any]):
-    """Photos as torchvision's ImageFolder has them before any transform, in another order of classes."""
+    """Photos as torchvision's ImageFolder has them before any transform."""
 
     def __init__(self, home: Path, part: str, classes: tuple[str, ...]) -> None:
         self.rows, self.classes = photos_of(home, part), classes
@@ -222,7 +222,7 @@ class Items(torch.utils.data.Dataset[Any]):
 
 
 def pillow_items(home: Path) -> Any:
-    return Items(home, "train", CLASSES), Items(home, "val", CLASSES[::-1])
+    return Items(home, "train", CLASSES), Items(home, "val", CLASSES)
 
 
 SAME_SHAPE = [kind for kind in KINDS if kind != "tall.png"]
@@ -374,7 +374,6 @@ def innermost(paths: Any) -> int:
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "orientation": ("pillow_items", registered_sets, "from_item", not_turned),
     "transparency": ("pillow_items", registered_sets, "from_item", on_black),
-    "order of classes": ("pillow_items", registered_sets, "matched", lambda *_: (CLASSES, [None, None])),
     "cut": ("arrays", registered_sets, "centre_cut", squashed),
     "outermost folder": ("tar_of_folders", shards_opening, "shared_depth", innermost),
     "Unicode": ("table", class_names, "class_name", str),

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.simulated.simcuda import simulated
 from trainer.data import Example, TensorSpec, sampling
 from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state, resized_crops
-from trainer.data.photos.decoding import with_channels
 from trainer.data.photos.photo_reader import PhotoDraws
 from trainer.recipe import AugmentRecipe
 
@@ -52,13 +51,6 @@ def test_alternating_mirrors_show_each_image_from_both_sides_in_two_epochs():
         for epoch in range(1, 5):
             assert np.array_equal(found[epoch], found[0] ^ (epoch % 2 == 1))
             assert 80 < plain[epoch].sum() < 160 and not np.array_equal(plain[epoch], plain[0])
-
-
-def test_taking_does_not_change_the_gallery():
-    gallery = Gallery(images(8), 0, CPU)
-    before = gallery.images.clone()
-    gallery.take(torch.arange(8), Draws(None, None, torch.ones(8, dtype=torch.bool)))
-    assert torch.equal(gallery.images, before)
 
 
 def test_a_resized_crop_of_everything_is_the_image_and_of_a_corner_its_enlargement():
@@ -134,22 +126,6 @@ def test_an_example_lies_in_memory_as_a_batch_does(channels, channels_last, rows
 
 
 @pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_automatic_policies_follow_the_sample_and_leave_the_generator_alone(policy, channels):
-    pictures, index = images(6, channels, 16), np.array([5, 1, 5, 2, 3, 4])
-    pictures[2] = pictures[0]
-    before = torch.random.get_rng_state()
-    with private_random_state():
-        auto = Auto(AugmentRecipe(auto=policy), 0, 3, index)
-        found = [auto(row, image) for row, image in enumerate(pictures)]
-        again = Auto(AugmentRecipe(auto=policy), 0, 3, index[4:])(0, pictures[4])
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(found[0], found[2]) and torch.equal(found[4], again)
-    assert any(not torch.equal(a, b) for a, b in zip(found, pictures, strict=True))
-    assert all(image.shape == (channels, 16, 16) and image.dtype == torch.uint8 for image in found)
-
-
-@pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])
 @pytest.mark.parametrize("shape", [(24, 40, 3), (8, 8, 1)])
 def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
     """To the last bit, in every operation, with far fewer kernels than images have operations."""
@@ -172,20 +148,3 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
         alone = [auto(row, image.permute(2, 0, 1)).permute(1, 2, 0) for row, image in enumerate(pictures)]
     assert [row for row in range(160) if not torch.equal(whole[row], alone[row])] == []
     assert kernels.count < 2 * len(pictures)
-
-
-def test_channels_are_repeated_or_weighted():
-    grey = images(2, 1)
-    assert torch.equal(with_channels(grey, 3)[:, 2:], grey)
-    white = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
-    assert with_channels(white, 1).shape == (2, 1, 4, 4) and with_channels(white, 1).min() >= 254
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (3, 4, 4)])
-def test_shares_of_any_shape_mix(shape):
-    finish = DeviceTransform((0.5,) * 3, (0.5,) * 3, 6, True, CPU)
-    targets = torch.randn(5, *shape)
-    mix = sampling.Mix(np.float32([0.7, 1]), np.float32([0.7, 0.9]), np.zeros((2, 4), np.int64))
-    soft = finish.soft(targets, mix)
-    assert torch.allclose(soft[0], 0.7 * targets[0] + 0.3 * targets[1], atol=1e-6)
-    assert torch.allclose(soft[3], 0.9 * targets[3] + 0.1 * targets[2], atol=1e-6) and soft[4].equal(targets[4])

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, trainer
-from tests.data.photo_folders import coloured, photo_set
+from tests.data.photo_folders import coloured
 from trainer import tasks
 from trainer.data import Loader, Shard, open_datasets
-from trainer.data.photos.photo_reader import Reader
 from trainer.errors import RecipeError
-from trainer.recipe import AugmentRecipe, load
+from trainer.recipe import load
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +45,6 @@ def test_rare_classes_come_as_often(rare, words):
     assert np.bincount(targets).tolist() == [12, 12]
     red = inputs[targets == 1].flatten(1)
     assert len(torch.unique(red, dim=0)) > 4  # an image that comes again is augmented anew
-
-
-def test_a_sample_that_comes_again_is_the_same_photo(tmp_path):
-    folder = open_datasets(
-        load(None, "data.name=imagefolder", f"data.root={photo_set(tmp_path, {'a': 4, 'b': 4})}")
-    ).train
-    images, labels = torch.zeros(1, 2, 8, 8, 3, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int64)
-    reader = Reader(folder, images, labels, AugmentRecipe(), 0, False)
-    reader.fill(0, 0, np.array([1, 1 + 3 * len(folder)]))
-    assert torch.equal(images[0, 0], images[0, 1]) and labels[0, 0] == labels[0, 1]
 
 
 @pytest.mark.slow

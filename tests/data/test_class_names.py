@@ -9,7 +9,7 @@ from tests.data.photo_folders import opened as opened_folder
 from tests.data.photo_folders import photo
 from tests.data.shards.conftest import kept  # noqa: F401
 from tests.data.shards.making import in_folders, jpeg, opened, parquet, tarred
-from trainer.data.class_names import class_names, merged
+from trainer.data.class_names import class_names
 from trainer.errors import SetupError
 from trainer.models import zoo
 
@@ -61,12 +61,10 @@ def both_forms(root, kind):
     if kind == "cls":
         pairs = [((f"{n}.jpg", jpeg(n)), (f"{n}.cls", name.encode())) for n, name in enumerate(names)]
         return opened(tarred(root / "a.tar", [one for pair in pairs for one in pair]))
-    if kind == "names":
-        return opened(parquet(root / "a.parquet", [jpeg(n) for n in range(6)], [0, 1, 2, 1, 0, 2], [NFD, NFC, "zoo"]))
     return opened(parquet(root / "a.parquet", [jpeg(n) for n in range(6)], names))
 
 
-@pytest.mark.parametrize("kind", ["folders", "table", "tar", "cls", "names", "parquet"])
+@pytest.mark.parametrize("kind", ["folders", "table", "tar", "cls", "parquet"])
 def test_a_name_in_two_forms_is_one_class_and_told(tmp_path, kind):
     found = both_forms(tmp_path, kind)
     assert sorted(found.classes) == sorted((NFC, "zoo"))
@@ -89,11 +87,3 @@ def test_names_of_weights_in_the_other_form_are_known(tmp_path):
 def test_order_and_places():
     named = class_names(["b", NFD, "a"], [NFC, "c"])
     assert named.names == ["a", "b", NFC] and named.places == {"b": 1, NFD: 2, "a": 0, NFC: 2}
-    assert merged(["b", "a"]).names == ["b", "a"] and not merged(["b", "a"]).notes
-
-
-def test_only_names_that_are_written_alike_stay_apart():
-    named = merged([NFC, NFD, "crane", "crane", NFC])
-    assert named.names == [NFC, "crane", "crane", NFC] and named.places == [0, 0, 1, 2, 3]
-    assert NFC in named.notes["names"] and "crane" not in named.notes["names"]
-    assert merged(["crane", "crane"]) == (["crane", "crane"], [0, 1], {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import numpy as np
@@ -11,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from tests.command_line import QUIET, ok
+from tests.data.test_loaders import epoch, loading, photo_sets, same
 from trainer.data.generators import Generators
 
+__all__ = ["loading"]  # the fixture
 KINDS = {
     "numpy": lambda: np.random.default_rng(0),
     "philox": lambda: np.random.Generator(np.random.Philox(0)),
@@ -45,9 +45,6 @@ WAYS = {
     "attribute": lambda generator: Transformed(generator),
     "transforms": lambda generator: Subset(Transformed(nn.Sequential(nn.Identity(), Jitter(generator))), [0]),
     "dictionary": lambda generator: Transformed({"train": [(None, Jitter(generator))]}),
-    "closure": lambda generator: Transformed(lambda x: x * drawn(generator)),
-    "partial": lambda generator: Transformed(functools.partial(np.multiply, generator)),
-    "method": lambda generator: Transformed(Jitter(generator).forward),
 }
 
 
@@ -80,50 +77,23 @@ def test_several_draw_different_numbers_and_a_new_one_is_seen():
     assert not [*Generators(data.samples)]
 
 
-DATA = """
-import os
-import random
-import numpy as np
-import torch
-from trainer import register_dataset
-
-class Noise:
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __call__(self, image):
-        return (image * self.generator.random()).astype(np.uint8)
-
-class Items(torch.utils.data.Dataset):
-    def __init__(self, count, log):
-        self.count, self.log = count, log
-        self.transforms = [Noise(np.random.default_rng(0)), Noise(random.Random(0))]
+class Noisy(Transformed):
+    """Images that a generator of their own makes darker."""
 
     def __len__(self):
-        return self.count
+        return 24
 
     def __getitem__(self, index):
-        image = np.arange(64, dtype=np.uint8).reshape(8, 8, 1) * 4
-        for transform in self.transforms:
-            image = transform(image)
-        if self.log and (torch.utils.data.get_worker_info() or os.environ["READER"] == "main"):
-            with open("reads", "a") as file:
-                file.write(f"{index} {image.tobytes().hex()}\\n")
-        return torch.from_numpy(image.copy()).permute(2, 0, 1), index % 3
-
-register_dataset("noisy")(lambda data: (Items(48, True), Items(6, False), tuple("abc")))
-"""
+        return torch.full((3, 20, 30), int(200 * drawn(self.transform)), dtype=torch.uint8), index
 
 
-@pytest.mark.slow
-def test_any_number_of_readers_see_the_same_images(tmp_path):
-    (tmp_path / "noisy.py").write_text(DATA)
-    words = ["recipe=digits", "plugin=noisy", "data.name=noisy", "model.name=cnn", "batch_size=12", "epochs=2", *QUIET]
-    reads = []
-    for mode, reader in (("mode=single data.workers=0", "main"), ("mode=ddp nproc=2 data.workers=2", "worker")):
-        ok(*words, *mode.split(), f"output={reader}", cwd=tmp_path, env={"READER": reader})
-        lines = (tmp_path / "reads").read_text().splitlines()
-        (tmp_path / "reads").unlink()
-        reads.append(lines)
-    one, many = map(set, reads)
-    assert len(many) == 2 * 48 and many <= one
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_any_number_of_readers_see_the_same_images(loading, kind):
+    found = []
+    for workers in (0, 2):
+        sets = photo_sets()
+        sets.train.items = Noisy(KINDS[kind]())
+        loader = loading(sets, f"data.workers={workers}")
+        found.append([*epoch(loader, 0), *epoch(loader, 1)])
+    assert same(*found)
+    assert len({float(x.mean()) for images, _ in found[0] for x in images}) > 30, "and others for each sample and epoch"

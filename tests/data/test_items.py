@@ -9,18 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
 from trainer.data import ImageSet, TensorSet
 from trainer.data.datasets import open_datasets
-from trainer.data.items import as_input, names_of, pair
+from trainer.data.items import as_input, pair
 from trainer.data.photos.photo_reader import private_draws, seed_draws
 from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import load
-from trainer.tasks import Classification, Multilabel, Regression
 
 PIXELS, LABELS = torch.randint(0, 256, (12, 1, 6, 6), dtype=torch.uint8), torch.arange(12) % 3
 
@@ -63,7 +61,7 @@ def test_an_item_is_an_input_and_a_target(item):
     [
         ((1, 2, 3), r"an item must be \(input, target\), .*found tuple of 3"),
         (torch.zeros(3), "found Tensor"),
-        ({"picture": 1, "label": 2}, "a dictionary needs one of image, .*found picture, label"),
+        ({"picture": 1, "label": 2}, "a dictionary with one of image, .*found a dictionary of picture, label"),
     ],
 )
 def test_what_is_no_item(item, line):
@@ -86,36 +84,71 @@ def test_arrays_become_tensors_with_channels_first(found, shape):
     assert as_input(found).shape == shape
 
 
+TWO = [(torch.zeros(3, 6, 6, dtype=torch.uint8), 1), (torch.zeros(3, 6, 6, dtype=torch.uint8), 0)]
+
+
 @pytest.mark.parametrize(
-    ("part", "kind", "names"),
+    ("part", "words", "names"),
     [
-        (Rows([], classes=["cat", "dog"]), Classification, ("cat", "dog")),
-        (Subset(Rows([0], classes=["cat", "dog"]), [0]), Classification, ("cat", "dog")),
-        (ConcatDataset([Rows([0], classes=["cat", "dog"])]), Classification, ("cat", "dog")),
-        (Rows([], features={"label": SimpleNamespace(names=["a", "b"])}), Classification, ("a", "b")),
-        (Rows([], num_classes=2), Classification, ("0", "1")),
-        (Rows([0, 0, 0], targets=[0, 2, 1]), Classification, ("0", "1", "2")),
-        (TensorDataset(PIXELS, LABELS), Classification, ("0", "1", "2")),
-        (Rows([(0, 1), (0, torch.tensor(3))]), Classification, ("0", "1", "2", "3")),
-        (Rows([(0, torch.zeros(4))]), Multilabel, ("0", "1", "2", "3")),
-        (Rows([(0, 0.5)], classes=["not", "these"]), Regression, ("0",)),
+        (Rows(TWO, classes=["cat", "dog"]), [], ("cat", "dog")),
+        (Subset(Rows(TWO, classes=["cat", "dog"]), [0]), [], ("cat", "dog")),
+        (ConcatDataset([Rows(TWO, classes=["cat", "dog"])]), [], ("cat", "dog")),
+        (Rows(TWO, features={"label": SimpleNamespace(names=["a", "b"])}), [], ("a", "b")),
+        (Rows(TWO, targets=[0, 2]), [], ("0", "1", "2")),
+        (TensorDataset(PIXELS, LABELS), [], ("0", "1", "2")),
+        ((PIXELS, torch.zeros(12, 4)), ["task.name=multilabel"], ("0", "1", "2", "3")),
+        ((PIXELS, torch.zeros(12)), ["task.name=regression"], ("0",)),
     ],
 )
-def test_names_that_a_set_tells(part, kind, names):
-    assert names_of(part, kind, "it") == names
+def test_names_that_a_set_tells(part, words, names):
+    assert opened(part, part, None, *words).classes == names
 
 
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        (Rows([(0, 1)] * 10_001), r"10,001 items are too many to count them: .*data=\(train_set, val_set, 10\)"),
-        (Rows([(0, 0.5)]), "classes are whole numbers from 0, found float32; to predict numbers: task.name=regression"),
-        (Rows([7]), r"its items cannot be read \(ValueError: an item must be"),
+        (Rows(TWO), r"does not name its classes .*: give their number: data=\(train_set, val_set, 10\)"),
+        ((PIXELS, LABELS / 2), "classes are whole numbers from 0, found float32; .*: task.name=regression"),
     ],
 )
 def test_names_that_nothing_tells(part, line):
     with pytest.raises(RecipeError, match=line):
-        names_of(part, Classification, "it")
+        opened(part, part)
+
+
+ABC, REVERSED = ["a", "b", "c"], ["c", "b", "a"]
+
+
+def three(classes, **more):
+    """Items of all three classes, whose pixels tell the class."""
+    return Rows([(torch.full((3, 6, 6), n, dtype=torch.uint8), classes.index(c)) for n, c in enumerate(ABC)],
+                classes=classes, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (three(ABC), three(REVERSED), None),
+        (three(ABC), Rows(TWO, features={"label": SimpleNamespace(names=["b", "c"])}), 3),
+        (ConcatDataset([three(ABC), Subset(three(REVERSED), [0])]), three(ABC), None),
+        (three(ABC), three(ABC), REVERSED),
+        (Rows(TWO), three(REVERSED), ABC),
+    ],
+)
+def test_sets_that_number_their_classes_differently_are_refused(first, second, names):
+    with pytest.raises(RecipeError, match=r"number different classes, .*target_transform"):
+        opened(first, second, names)
+
+
+def test_sets_that_are_renumbered_as_that_says_or_number_alike_are_taken():
+    second = three(REVERSED)
+    second.items = [(image, {0: 2, 1: 1, 2: 0}[label]) for image, label in second.items]
+    second.classes, second.class_to_idx = ABC, {name: n for n, name in enumerate(ABC)}
+    found = opened(three(ABC), second)
+    assert [int(found.val.read(n, 3)[0][0, 0, 0]) for n in range(3)] == [found.val.read(n, 3)[1] for n in range(3)]
+    assert opened(three(ABC), three(ABC), ["A", "B", "C"]).classes == ("A", "B", "C"), "names for people"
+    crane = Rows(TWO, classes=["crane", "bee", "crane"])
+    assert opened(crane, crane).classes == ("crane", "bee", "crane")
 
 
 def test_sets_in_memory_are_tensors():
@@ -130,31 +163,14 @@ def test_sets_in_memory_are_tensors():
     assert isinstance(opened(floats, floats).train, TensorSet)
 
 
-def test_dictionaries_as_hugging_face_has_them():
-    images = [Image.fromarray(pixels[0].numpy()) for pixels in PIXELS]
-    items = Rows([{"image": image, "label": int(label)} for image, label in zip(images, LABELS, strict=True)])
-    found = opened(items, items, ["a", "b", "c"])
-    assert (found.channels, found.image_size) == (1, 6)
-    image, label = found.train.read(4, 1)
-    assert torch.equal(image, PIXELS[4]) and label == 1
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("train", "line"),
-    [
-        (Stream(), r"its training set must have items and a length, found Stream: .* list\(\.\.\.\)"),
-        (DataLoader(TensorDataset(PIXELS, LABELS)), "its training set is a DataLoader: give the data set, loader.data"),
-        (Rows([]), "its training set must have a length above 0"),
-        (3, "its training set must have items and a length, found int"),
-    ],
-)
-def test_sets_that_cannot_be_read_by_number(train, line):
-    with pytest.raises(RecipeError, match=line):
+@pytest.mark.parametrize("train", [Stream(), DataLoader(TensorDataset(PIXELS, LABELS)), Rows([]), 3])
+def test_sets_that_cannot_be_read_by_number(train):
+    with pytest.raises(RecipeError, match=rf"found {type(train).__name__}: .*loader\.dataset, .* list\(\.\.\.\)"):
         opened(train, Rows([(0, 1)]), 2)
 
 

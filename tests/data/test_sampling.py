@@ -19,11 +19,6 @@ def test_permutations_differ_between_epochs_and_seeds_and_repeat():
     assert sampling.permutation(0, 1, 50).tolist() == sampling.permutation(0, 1, 50).tolist()
 
 
-def test_draws_do_not_depend_on_the_company():
-    whole = sampling.uniform(7, 2, np.arange(100), sampling.FLIP)
-    assert whole[40:60].tolist() == sampling.uniform(7, 2, np.arange(40, 60), sampling.FLIP).tolist()
-
-
 def test_draws_are_uniform_and_independent():
     a, b = (sampling.uniform(0, 0, np.arange(20_000), draw) for draw in (sampling.FLIP, sampling.SHIFT_X))
     assert a.min() >= 0 and a.max() < 1
@@ -58,20 +53,6 @@ def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
     spans = [sampling.contiguous_span(samples, index, len(sizes)) for index in range(len(sizes))]
     assert [stop - start for start, stop in spans] == sizes
     assert [index for span in spans for index in range(*span)] == list(range(samples))
-
-
-@pytest.mark.parametrize(
-    ("samples", "rows", "count", "steps"),
-    [(10_003, 16, 4, 157), (10_000, 16, 4, 157), (64, 16, 4, 1), (65, 16, 4, 2), (48, 16, 1, 3), (49, 16, 1, 4)],
-)
-def test_contiguous_steps_are_those_of_the_largest_part(samples, rows, count, steps):
-    assert sampling.contiguous_steps(samples, rows, count) == steps
-
-
-def test_contiguous_rows_are_split_as_evenly_as_possible():
-    rows = [sampling.contiguous_rows(np.arange(11), 8, index, 2, 2) for index in (0, 1)]
-    assert [[piece.tolist() for piece in step] for step in rows[0]] == [[[0, 1], [2]], [[3], [4]]]
-    assert [[piece.tolist() for piece in step] for step in rows[1]] == [[[5, 6], [7]], [[8, 9], [10]]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -121,22 +102,11 @@ def test_crop_boxes_one_by_one_are_those_of_many():
             assert [list(alone.box(row, height, width)) for row in range(600)] == together.tolist()
 
 
-def test_an_image_too_long_for_any_try_is_cut_in_the_middle():
-    draws = sampling.box_draws(0, 0, np.arange(3), sampling.CROP)
-    assert sampling.crop_boxes(draws, 10, 1000, (0.9, 1.0)).tolist() == [[0, 493, 10, 13]] * 3
-    assert sampling.crop_boxes(draws, 1000, 10, (0.9, 1.0)).tolist() == [[493, 0, 13, 10]] * 3
-
-
 def test_erasing_happens_as_often_as_asked_and_inside():
     boxes = sampling.erase_boxes(0, 0, np.arange(4000), 0.25, 32)
     erased = boxes[boxes[:, 2] > 0]
     assert 0.22 < len(erased) / 4000 < 0.28
     assert ((erased[:, :2] + erased[:, 2:]) <= 32).all()
-
-
-def test_shifts_reach_every_place():
-    drawn = sampling.shifts(0, 0, np.arange(2000), 4)
-    assert drawn.min() == 0 and drawn.max() == 8 and drawn.shape == (2000, 2)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])

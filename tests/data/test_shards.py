@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 
-from tests.command_line import PROJECT, QUIET, digest, losses, ok, result, torchrun, trainer
+from tests.command_line import QUIET, losses, ok, result
 from tests.data.photo_folders import coloured
 from tests.data.shards.making import parquet, tarred
-from trainer.data.photos.contact_sheet import FILE
 
 COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}
 WORDS = [
@@ -73,8 +72,6 @@ def test_losses_are_those_of_folders(sets, folders, kind, tmp_path):
     done = trained(sets, kind, tmp_path / "run")
     same(tmp_path / "run", folders)
     assert "blue 12 + 5, green 12 + 5, red 12 + 5 " in done.stdout
-    if kind == "tar":  # the sheet has the photos' names, which are others in WebDataset's files
-        assert digest(tmp_path / "run" / FILE) == digest(folders / FILE)
 
 
 def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
@@ -88,17 +85,6 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
     for kind in ("folders", "parquet"):
         trained(sets, kind, tmp_path / kind, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
     same(tmp_path / "parquet", tmp_path / "folders")
-
-
-@pytest.mark.slow
-def test_on_two_ranks_and_resumed(sets, tmp_path):
-    """Killed and continued is not killed; two ranks hold their files against each other."""
-    words = ["nproc=2", "save.every_steps=3"]
-    trained(sets, "tar", tmp_path / "whole", *words, mode="mode=ddp")
-    killed = trained(sets, "tar", tmp_path / "parts", *words, mode="mode=ddp", run=trainer, TRAINER_FAULT="kill@1:6")
-    assert killed.returncode == 7
-    trained(sets, "tar", tmp_path / "parts", *words, "resume=auto", mode="mode=ddp")
-    same(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path):
@@ -125,61 +111,3 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
         shutil.copy(path, moved / path.name)
     other = ok("evaluate", f"checkpoint={run}", f"data.root={moved}", env=env).stdout
     assert "15 held-out images" in other
-
-
-def test_unreadable_images(sets, tmp_path):
-    members = [
-        (f"{path.parent.name}/{path.name}", path.read_bytes())
-        for path in sorted((sets / "folders" / "train").rglob("*.jpg"))
-    ]
-    members[5] = (members[5][0], b"\xff\xd8 no photo")
-    path = tarred(tmp_path / "train-0.tar", members)
-    tarred(tmp_path / "val-0.tar", members)
-    env = {"TRAINER_DATA": str(tmp_path / "kept")}
-    words = ["data.name=shards", f"data.root={tmp_path}", *WORDS, "mode=single", "epochs=1"]
-    stopped = trainer(*words, f"output={tmp_path / 'a'}", env=env)
-    assert stopped.returncode == 3 and f"{path}/{members[5][0]} cannot be read" in stopped.stderr.replace(
-        "val-0", "train-0"
-    )
-    ok(*words, "data.on_error=skip", f"output={tmp_path / 'b'}", env=env)
-    assert result(tmp_path / "b")["val_loss"] is not None
-
-
-def test_ranks_that_find_other_shards_stop(sets, tmp_path):
-    """A machine with another copy: here by a rank whose folder is another one."""
-    plugin = tmp_path / "other_copy.py"
-    plugin.write_text("import os\nif os.environ.get('RANK') == '1':\n    os.chdir(os.environ['OTHER'])\n")
-    for name, take in (("here", "000"), ("there", "001")):
-        (tmp_path / name / "set").mkdir(parents=True)
-        shutil.copy(sets / "wds" / f"x-train-{take}.tar", tmp_path / name / "set" / "x-train-000.tar")
-        shutil.copy(sets / "wds" / "x-val-000.tar", tmp_path / name / "set" / "x-val-000.tar")
-    words = ["data.name=shards", "data.root=set", *WORDS, "mode=ddp", "plugin=other_copy", f"output={tmp_path / 'run'}"]
-    env = {
-        "PYTHONPATH": f"{tmp_path}:{PROJECT}",
-        "OTHER": str(tmp_path / "there"),
-    }
-    env["TRAINER_DATA"] = str(tmp_path / "kept")
-    with torchrun(*words, arguments=["--nproc_per_node=2"], env=env, cwd=tmp_path / "here") as started:
-        told = started.communicate(timeout=180)[0]
-    assert started.returncode != 0 and ("data.root" in told or "rank 0" in told), told
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ["data.root=/x/a-0.tar", "data.root=/x/a-1.tar"],
-            "your shell expanded it into them: quote a pattern, as data.root='...*.tar'",
-        ),
-        (["data.root=*.tar"], "data.root=*.tar names no shards"),
-        (["data.root={a,b}.tar"], "data.root={a,b}.tar names no shards"),
-        (["data.root=[a.tar,b.tar]"], "data.root=[a.tar,b.tar] names no shards"),
-        (["data.labels=x.csv"], "use data.name=imagefolder"),
-        (["data.root=photos.tar", "data.name=imagefolder"], "is no folder but shards of images: add data.name=shards"),
-        ([], "data.name=shards needs shards: type data.root="),
-    ],
-)
-def test_what_is_typed_amiss(words, told, tmp_path):
-    name = [] if any(word.startswith("data.name") for word in words) else ["data.name=shards"]
-    done = trainer(*name, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode in (2, 3) and told in done.stderr, done.stderr

@@ -20,15 +20,9 @@ def read_only(array):
 
 LAYOUTS = {
     "flipped": WHOLE[..., ::-1],
-    "turned": np.rot90(WHOLE, axes=(0, 2)),
-    "strided": WHOLE[:, ::2, 1:],
     "transposed": WHOLE.transpose(2, 0, 1),
-    "big-endian": WHOLE.astype(">i4"),
     "big-endian and flipped": WHOLE.astype(">f8")[::-1],
     "read-only": read_only(WHOLE),
-    "broadcast": np.broadcast_to(WHOLE[:1], (5, 3, 4)),
-    "empty": WHOLE[:0, ::-1],
-    "half": WHOLE.astype(np.float16)[:, ::-1],
     "a number": WHOLE.astype(">i8")[1, 1, 1],
     "an array of none": np.array(7, ">u2"),
     "bool": (WHOLE > 5)[::-1],
@@ -37,13 +31,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [as_tensor, as_targets])
-def test_arrays_of_any_layout(layout, make):
+def test_arrays_of_any_layout(layout):
     array = LAYOUTS[layout]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = make(array)
-    assert found.shape == array.shape and found.tolist() == array.tolist()
+        found = [make(array) for make in (as_tensor, as_targets)]
+    assert all(each.shape == array.shape and each.tolist() == array.tolist() for each in found)
 
 
 def test_memory_is_shared_where_torch_can_share_it():
@@ -52,36 +45,22 @@ def test_memory_is_shared_where_torch_can_share_it():
     assert array[1] == 5
 
 
-@pytest.mark.parametrize("kind", ["u2", ">u2", "u4", "u8"])
-def test_unsigned_targets_are_numbers_that_torch_computes_with(kind):
+def test_unsigned_targets_are_numbers_that_torch_computes_with():
     """Inputs stay what they are: the model is the user's."""
-    labels = np.array([3, 0, 65535], kind)
-    assert as_targets(labels).max() == 65535 and int(as_targets(labels[0])) == 3
-    assert as_targets(torch.as_tensor(labels.astype(labels.dtype.newbyteorder("=")))).max() == 65535
-    assert as_tensor(labels).dtype == getattr(torch, labels.dtype.name)
+    for kind in ("u2", ">u2", "u4", "u8"):
+        labels = np.array([3, 0, 65535], kind)
+        assert as_targets(labels).max() == 65535 and int(as_targets(labels[0])) == 3
+        assert as_tensor(labels).dtype == getattr(torch, labels.dtype.name)
+    with pytest.raises(RecipeError, match=r"2\*\*63"):
+        as_targets(np.array([1, 2**63], np.uint64))
 
 
 @pytest.mark.parametrize(
     "value",
-    [
-        np.array(["cat", "dog"]),
-        np.str_("cat"),
-        "cat",
-        ["cat", "dog"],
-        np.array([...]),
-        np.array([1], "M8[s]"),
-        None,
-        np.ma.array([1, 2], mask=[0, 1]),
-        [[1, 2], [3]],
-    ],
+    [np.array(["cat", "dog"]), "cat", np.array([...]), None, np.ma.array([1, 2], mask=[0, 1]), [[1, 2], [3]]],
     ids=repr,
 )
 def test_what_is_no_number_is_told(value):
     with pytest.raises(RecipeError, match=r"number|masked") as caught:
         as_tensor(value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-
-
-def test_numbers_that_no_tensor_counts_to():
-    with pytest.raises(RecipeError, match=r"2\*\*63"):
-        as_targets(np.array([1, 2**63], np.uint64))

@@ -88,7 +88,7 @@ def test_weighted_losses_of_parts_add_up_to_that_of_the_whole(given):
         ),
         (["task.name=regression", "augment.mixup=0.2"], None, "do not mix: set augment.mixup=0"),
         (["task.name=regression", "model.num_classes=5"], None, "there are 3 values to predict: leave it out"),
-        (["task.name=clasification"], None, "did you mean task.name=classification"),
+        (["task.name=clasification"], None, "is not a task; known: classification, "),
     ],
 )
 def test_what_a_task_does_not_have(words, targets, says):
@@ -96,27 +96,14 @@ def test_what_a_task_does_not_have(words, targets, says):
         task(*words, targets=targets)
 
 
-@pytest.mark.parametrize("words", ["loss.class_weights=-1", "loss.class_weights=[-1,2]", "loss.class_weights=even"])
-def test_weights_that_are_none(words):
-    with pytest.raises(RecipeError, match="class_weights"):
-        load(None, words)
-
-
 # Multilabel.
-
-
-def test_a_class_that_nobody_has_and_nobody_sees_has_no_f1():
-    outputs = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
-    made = task("task.name=multilabel", names=("a", "b"))
-    assert made.metrics(made.sums(outputs, torch.tensor([[1.0, 0.0], [0.0, 0.0]])), 2)["f1_macro"] == pytest.approx(
-        1 / 3
-    )
 
 
 def test_balanced_labels_count_as_much_as_their_absence():
     targets = torch.tensor([[1.0, 0, 0]] * 1 + [[0.0, 1, 0]] * 3)
     made = task("task.name=multilabel", "loss.class_weights=balanced", targets=targets)
-    assert made.weights.on(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 1])
+    assert made.weights(torch.device("cpu")).tolist() == pytest.approx([3, 1 / 3, 1])
+    assert made.weights(torch.device("meta")).device.type == "meta", "and follow the outputs"
 
 
 # Regression.
@@ -127,16 +114,6 @@ def test_values_that_are_all_the_same_have_nothing_to_explain(value, count):
     made = task("task.name=regression", names=("x",))
     targets = torch.full((count, 1), value)
     assert np.isnan(of_parts(made, targets + 1, targets, 4)["r2"])
-
-
-@pytest.mark.parametrize(("mean", "deviation"), [(0, 1e-6), (1e6, 10), (1.7e9, 1e5)])
-def test_values_that_vary_a_little_are_explained(mean, deviation):
-    from sklearn.metrics import r2_score
-
-    targets = (mean + deviation * numbers(400, 1)).float()
-    outputs = (targets + deviation * numbers(401, 1)[:400] / 2).float()
-    found = of_parts(task("task.name=regression", names=("x",)), outputs, targets)["r2"]
-    assert found == pytest.approx(r2_score(targets.double(), outputs.double()), abs=1e-5)
 
 
 def test_the_names_that_are_known_without_torch():
@@ -160,8 +137,8 @@ def test_the_names_that_are_known_without_torch():
         (Classification, torch.tensor([0.5]), r"whole numbers, one for each sample, found float32 \(1,\)"),
         (Multilabel, torch.zeros(2, 4), r"each of the 3 class names, found float32 \(2, 4\)"),
         (Multilabel, torch.full((2, 3), 0.5), "labels must be 0 or 1, found 0.5 to 0.5"),
-        (Regression, torch.arange(4), "these are classes, and a regression wants numbers"),
-        (Regression, torch.zeros(4, 2), r"each of the 3 names of values, found float32 \(4, 2\)"),
+        (Regression, torch.arange(4), r"data.labels=FILE.csv, .*each of the 3 names of values, found int64 \(4, 1\)"),
+        (Regression, torch.zeros(4, 2), r"3 names of values, found float32 \(4, 2\)"),
         (Regression, torch.tensor([[1.0, 2.0, torch.nan]]), "finite"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
         (
             None,
             {"data": (DataLoader(DATA), DATA), "mode": "single"},
-            "data.name=TensorDataset: its training set is a D",
+            "data.name=TensorDataset: its training set must have",
         ),
         (None, {"data": Path("nowhere")}, "data.root=nowhere is not a folder on this machine"),
         ("digits", {"model": "net.pt", "mode": "single"}, "model.name=net.pt is not a model"),
@@ -132,7 +132,7 @@ def test_a_failed_run_leaves_the_module_alone_and_no_worker(tmp_path):
 
     words = {**SHORT, "model": model, "data__workers": 1, "output": tmp_path / "run"}
     with pytest.raises(ZeroDivisionError, match="mine") as error:
-        train(**words, data=(Photos(), Photos()), batch_size=20, on_epoch=fail)
+        train(**words, data=(Photos(), Photos(), 2), batch_size=20, on_epoch=fail)
     assert error.traceback and multiprocessing.active_children() == []
     assert torch.equal(model[1].weight, before)
     assert result(tmp_path / "run")["status"] == "failed"
@@ -270,7 +270,7 @@ def hear(report):
     report.log(f"heard{report.epoch}", os.getpid())
     return report.epoch < 2
 
-found = trainer.train(model=net, data=(Mine(), Mine()), epochs=5, output="one", on_epoch=hear, **quiet)
+found = trainer.train(model=net, data=(Mine(), Mine(), 2), epochs=5, output="one", on_epoch=hear, **quiet)
 assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "completed"), found
 assert found["logged"].keys() == {"heard1", "heard2"} and os.getpid() not in found["logged"].values(), found
 assert not torch.equal(net[1].weight, before)
@@ -287,7 +287,7 @@ except trainer.errors.TrainerError as error:
 
 try:
     trainer.train(
-        model=Net, data=(Mine(), Mine()), epochs=5, output="three", **quiet,
+        model=Net, data=(Mine(), Mine(), 2), epochs=5, output="three", **quiet,
         on_epoch=lambda report: os.kill(caller, signal.SIGINT),
     )
 except trainer.errors.Interrupted as error:

@@ -41,14 +41,14 @@ def hear(report):
 quick = dict(batch_size=20, devices=["cpu"], logging__verdict=False, data__workers=0)
 """
 HERE = """
-found = trainer.train(model=Net(), data=(Mine(), Mine()), epochs=2, mode="single", output="here", **quick)
+found = trainer.train(model=Net(), data=(Mine(), Mine(), 2), epochs=2, mode="single", output="here", **quick)
 found["status"], found["epochs"]
 """
 IN_OTHERS = """
 net = Net()
 before = net[1].weight.detach().clone()
 found = trainer.train(
-    model=net, data=(Mine(), Mine()), epochs=2, mode="ddp", nproc=2, output="others",
+    model=net, data=(Mine(), Mine(), 2), epochs=2, mode="ddp", nproc=2, output="others",
     on_epoch=lambda end: end.log("epoch", end.epoch), **quick
 )
 found["world_size"], found["logged"]["epoch"], torch.equal(before, net[1].weight)

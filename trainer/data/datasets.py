@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainer import tasks
 from trainer.data import sampling
 from trainer.data.downloads import PUBLISHED, load_published
-from trainer.data.encoded import EncodedPhotos
 from trainer.data.folders.label_tables import open_table
 from trainer.data.folders.layout import NOTHING_BEFORE, Before
 from trainer.data.folders.photo_folders import open_folder, statistics
-from trainer.data.folders.targets import Targets, TaskSource, target_of
-from trainer.data.photos.decoding import reason
 from trainer.data.registered import UserItems, in_memory, open_registered, registered
-from trainer.data.sets import CLASS, Datasets, ImageSet, PhotoSource, TensorSet, TensorSpec, with_labels
+from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.shards.opening import SUFFIXES, open_shards, packed_or_remote
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, nearest
+from trainer.recipe import AugmentRecipe, DataRecipe, Recipe
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
@@ -49,32 +47,28 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
 
 def _for_task(recipe: Recipe, data: Datasets) -> Datasets:
     """With targets as the recipe's task wants them."""
-    kind = tasks.kind(recipe)
+    kind, name = tasks.kind(recipe), f"data.name={recipe.data.name}"
 
-    def known(part: ImageSet | TensorSet | PhotoSource) -> Tensor | None:
-        """The targets, where they are known without reading an image."""
-        labels = getattr(part, "labels", None)
-        try:
-            return None if labels is None else kind.checked(as_targets(labels), data.classes)
-        except ValueError as error:
-            raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
-
-    train, val = known(data.train), known(data.val)
-    spec = _target_spec(recipe, data) if train is None else TensorSpec.of(train)
-    targets = Targets(kind, data.classes, spec)
-
-    def checked(part: ImageSet | TensorSet | PhotoSource, labels: Tensor | None) -> ImageSet | TensorSet | PhotoSource:
+    def checked(part: Any) -> Any:
         if isinstance(part, UserItems):  # checks each target itself
             return part
-        if isinstance(part, ImageSet | TensorSet | EncodedPhotos):
-            return part if labels is None else with_labels(part, labels)
-        return TaskSource(part, targets, data.image_size, labels)
+        try:
+            labels = kind.checked(as_targets(part.labels), data.classes)
+        except ValueError as error:
+            raise RecipeError(f"{name}, task.name={recipe.task.name}: {error}") from None
+        if isinstance(part, ImageSet | TensorSet):
+            return replace(part, labels=labels)
+        part = copy.copy(part)
+        part.labels = labels.numpy()
+        return part
 
-    if recipe.data.balance and (kind.reads != "class" or train is None or train.dim() > 1):
-        has_others = train is not None or kind.reads != "class"
-        why = "has not one class an image" if has_others else "does not have its classes without reading all images"
-        raise RecipeError(f"data.balance=true draws classes equally often, and data.name={recipe.data.name} {why}")
-    data = replace(data, train=checked(data.train, train), val=checked(data.val, val), targets=spec)
+    train, val = checked(data.train), checked(data.val)
+    spec = data.targets if isinstance(train, UserItems) else TensorSpec.of(torch.as_tensor(train.labels))
+    if recipe.data.balance and (kind.reads != "class" or isinstance(train, UserItems) or spec.shape):
+        unread = isinstance(train, UserItems) and kind.reads == "class"
+        why = "does not have its classes without reading all images" if unread else "has not one class an image"
+        raise RecipeError(f"data.balance=true draws classes equally often, and {name} {why}")
+    data = replace(data, train=train, val=val, targets=spec)
     _check_augmentation(recipe, data)
     return _normalised(recipe.data, data)
 
@@ -91,18 +85,6 @@ def _normalised(recipe: DataRecipe, data: Datasets) -> Datasets:
         for known, wanted in ((data.mean, recipe.mean), (data.std, recipe.std))
     )
     return replace(data, mean=mean, std=std)
-
-
-def _target_spec(recipe: Recipe, data: Datasets) -> TensorSpec:
-    """Of a target in a set whose targets are not known without reading."""
-    source = data.train
-    kind = tasks.kind(recipe)
-    if isinstance(source, UserItems | ImageSet | TensorSet) or data.targets != CLASS or kind.reads == "class":
-        return data.targets
-    try:
-        return TensorSpec.of(target_of(source.read(0, data.channels)[1], kind, data.classes)[None])
-    except Exception as error:  # a user's source may raise anything at all
-        raise SetupError(f"{source.where(0)} cannot be read ({reason(error)})") from None
 
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
@@ -161,11 +143,8 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
         return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
     if data.name == "shards":
         return open_shards(recipe, before)
-    known_names = [*DATASETS, *registered]
-    guess = nearest(data.name, known_names)
-    hint = f"did you mean data.name={guess}? " if guess else ""
     raise RecipeError(
-        f"data.name={data.name} is not a data set; {hint}known: {', '.join(known_names)} "
+        f"data.name={data.name} is not a data set; known: {', '.join([*DATASETS, *registered])} "
         "(your own: register_dataset, or plugin=my_module)"
     )
 

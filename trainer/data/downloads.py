@@ -9,9 +9,8 @@ import os
 import pickle
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,35 +26,21 @@ PATIENCE = 30  # seconds without a byte before a download is given up
 Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A data set of torchvision's."""
 
     maker: Any
     folder: str  # what torchvision expects in the data folder
-    files: str  # what belongs into it, in words
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-_IDX = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte"
+CIFAR10, CIFAR100 = published.CIFAR10, published.CIFAR100
 PUBLISHED = {
-    "mnist": Published(published.MNIST, "MNIST", f"raw/ with {_IDX}", (0.1307,), (0.3081,)),
-    "fashion_mnist": Published(published.FashionMNIST, "FashionMNIST", f"raw/ with {_IDX}", (0.2860,), (0.3530,)),
-    "cifar10": Published(
-        published.CIFAR10,
-        "cifar-10-batches-py",
-        "what cifar-10-python.tar.gz holds",
-        (0.4914, 0.4822, 0.4465),
-        (0.2470, 0.2435, 0.2616),
-    ),
-    "cifar100": Published(
-        published.CIFAR100,
-        "cifar-100-python",
-        "what cifar-100-python.tar.gz holds",
-        (0.5071, 0.4865, 0.4409),
-        (0.2673, 0.2564, 0.2762),
-    ),
+    "mnist": Published(published.MNIST, "MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": Published(published.FashionMNIST, "FashionMNIST", (0.2860,), (0.3530,)),
+    "cifar10": Published(CIFAR10, "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": Published(CIFAR100, "cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
 
@@ -77,7 +62,7 @@ def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
             why = f"the download failed: {reason(error)}"
     if loaded is None:
         raise SetupError(
-            f"{data.name} is not in {root} ({why}); put {known.folder}/ there, {known.files}, "
+            f"{data.name} is not in {root} ({why}); put the {known.folder}/ there that torchvision downloads, "
             "or type data.root=FOLDER where it is"
         )
     return loaded

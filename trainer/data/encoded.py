@@ -10,7 +10,6 @@ import copy
 import hashlib
 import io
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +27,6 @@ from trainer.data.shards import parquet, tars
 from trainer.data.shards.indexes import ShardFile
 from trainer.saving import files
 
-ENDS = 4096  # bytes that tell what kind of file begins or ends there; programs append a few to a JPEG
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
 
@@ -50,27 +48,6 @@ def encoded(address: bytes) -> Bytes:
 def header_file(address: bytes) -> BinaryIO:
     """A file to read an image's header from. Raises OSError, ValueError."""
     return io.BytesIO(encoded(address).data) if b"\0" in address else files.opened(address)
-
-
-def ends(address: bytes) -> tuple[bytes, bytes, int] | None:
-    """An image's first and last `ENDS` bytes and its size; None where that costs much. Raises OSError, ValueError."""
-    path, *rest = address.split(b"\0")
-    if not rest:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise OSError("it is not a file")
-            last = os.pread(descriptor, ENDS, max(0, facts.st_size - ENDS))
-            return os.pread(descriptor, ENDS, 0), last, facts.st_size
-        finally:
-            os.close(descriptor)
-    kind, length, time, *place = rest
-    if kind != tars.KIND:
-        return None
-    shard, (start, size) = ShardFile(path, int(length), int(time)), map(int, place)
-    few = min(ENDS, size)
-    return shard.read(start, few).tobytes(), shard.read(start + size - few, few).tobytes(), size
 
 
 def identity(address: bytes) -> bytes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,107 +10,97 @@ from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
-from trainer.data.photos.copies import Copies, Copy, on_device, set_on_device
-from trainer.data.photos.photo_reader import DenseReader, Key, PlainReader, Reader, Report, Unreadable
+from trainer.data.photos.copies import Copies, Copy, on_device
+from trainer.data.photos.photo_reader import Key, PlainReader, Reader, Report, Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
-from trainer.data.workers.worker_pool import InProcess, Workers
-from trainer.data.workers.worker_process import Buffers, Filled
+from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
 from trainer.recipe import AugmentRecipe, Recipe
 
 BLOCK = 16_384  # rows whose random draws are made at once
 
 
-class Feed(Protocol):
-    """uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device, in batches."""
+class MemoryFeed:
+    """Batches of what lies in memory, indexed when they are needed: inputs, labels, or neither, where a rank needs no
+    more.
 
-    failures: list[Unreadable]
-
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each array of at most `rows` sample indices."""
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
-
-    def close(self) -> None:
-        """End what reads."""
-        return
-
-
-class MemoryFeed(Feed):
-    """Batches of images in memory, indexed and augmented in this process when they are needed."""
-
-    def __init__(
-        self,
-        images: ImageSet,
-        rows: int,
-        augment: AugmentRecipe,
-        seed: int,
-        device: torch.device,
-        failures: list[Unreadable],
-    ) -> None:
-        self.failures = failures
-        self._length, self._pool = len(images), len(images.labels)
-        self._rows, self._augment, self._seed, self._device = rows, augment, seed, device
-        self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
-        self._labels = set_on_device(images.labels, device)
-
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in _blocks(batches, self._rows):
-            index = np.concatenate(block)
-            at = on_device(torch.from_numpy(index % self._pool), self._device)
-            labels = self._labels[at]
-            draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
-            stop = 0
-            for batch in block:
-                start, stop = stop, stop + len(batch)
-                images = self._gallery.take(at[start:stop], draws.rows(start, stop))
-                if self._augment.auto != "none":
-                    with private_random_state():
-                        images = Auto(self._augment, self._seed, epoch, batch).batch(images)
-                yield images, labels[start:stop]
-
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for start, stop in spans:
-            index = _padded(start, self._rows, self._length) % self._pool
-            at = on_device(torch.from_numpy(index), self._device)
-            yield self._gallery.take(at, Draws(None, None, None)), self._labels[at], stop - start
-
-
-class TensorFeed(Feed):
-    """Batches of inputs in memory that are not images, of labels alone, or of neither, where a rank needs no more."""
+    Both kinds of feed give uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device.
+    """
 
     def __init__(
         self, inputs: Tensor | None, labels: Tensor | None, length: int, rows: int, device: torch.device
     ) -> None:
         """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
-        self.failures = []
-        self._tensors = [None if part is None else set_on_device(part, device) for part in (inputs, labels)]
-        self._pool = min((len(part) for part in self._tensors if part is not None), default=length)
+        self.failures: list[Unreadable] = []
+        self._inputs = None if inputs is None else inputs.to(device)
+        self._labels = None if labels is None else labels.to(device)
+        self._pool = min((len(part) for part in (inputs, labels) if part is not None), default=length)
         self._length, self._rows, self._device = length, rows, device
         self._nothing = torch.empty(0, device=device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in _blocks(batches, self._rows):
-            at = on_device(torch.from_numpy(np.concatenate(block) % self._pool), self._device)
-            for index in torch.split(at, [len(batch) for batch in block]):
-                yield self._take(index)
+        """A batch for each array of at most `rows` sample indices."""
+        several = max(1, BLOCK // self._rows)
+        for first in range(0, len(batches), several):
+            block = batches[first : first + several]
+            index = np.concatenate(block)
+            at = on_device(torch.from_numpy(index % self._pool), self._device)
+            labels, take = self._taken(self._labels, at), self._drawn(epoch, index)
+            stop = 0
+            for batch in block:
+                start, stop = stop, stop + len(batch)
+                yield take(at[start:stop], start, batch), labels[start:stop]
 
     def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for start, stop in spans:
-            index = _padded(start, self._rows, self._length) % self._pool
-            yield *self._take(on_device(torch.from_numpy(index), self._device)), stop - start
+        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
+        for start, stop in spans:  # the last sample is repeated beyond the end
+            index = np.minimum(np.arange(start, start + self._rows), self._length - 1) % self._pool
+            at = on_device(torch.from_numpy(index), self._device)
+            yield self._plain(at), self._taken(self._labels, at), stop - start
 
-    def _take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, labels = (self._nothing if part is None else part[index] for part in self._tensors)
-        return inputs, labels
+    def close(self) -> None:
+        pass
+
+    def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
+        """What makes training inputs of a part of these samples: of its rows, its place among them, its samples."""
+        return lambda at, start, batch: self._plain(at)
+
+    def _plain(self, at: Tensor) -> Tensor:
+        return self._taken(self._inputs, at)
+
+    def _taken(self, part: Tensor | None, at: Tensor) -> Tensor:
+        return self._nothing if part is None else part[at]
+
+
+class ImageFeed(MemoryFeed):
+    """Batches of images in memory, augmented in this process."""
+
+    def __init__(self, images: ImageSet, rows: int, augment: AugmentRecipe, seed: int, device: torch.device) -> None:
+        super().__init__(None, images.labels, len(images), rows, device)
+        self._augment, self._seed = augment, seed
+        self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
+
+    def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
+        draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
+
+        def take(at: Tensor, start: int, batch: Array) -> Tensor:
+            images = self._gallery.take(at, draws.rows(start, start + len(batch)))
+            if self._augment.auto != "none":
+                with private_random_state():
+                    images = Auto(self._augment, self._seed, epoch, batch).batch(images)
+            return images
+
+        return take
+
+    def _plain(self, at: Tensor) -> Tensor:
+        return self._gallery.take(at, Draws(None, None, None))
 
 
 def readers_of(
     datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, workers: int
 ) -> Workers | InProcess:
     """What reads batches of `rows` samples of all the sources, in so many workers; 0: this process."""
-    prepare = PlainReader if datasets.plain else DenseReader if len(datasets.targets.shape) > 1 else Reader
+    prepare = PlainReader if datasets.plain else Reader
     skip = recipe.data.on_error == "skip"
 
     def readers(buffers: Buffers) -> list[Reader]:
@@ -211,13 +200,3 @@ def known_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor
     if isinstance(part, LabelledSource) and not skip:
         return torch.as_tensor(part.labels)
     return None
-
-
-def _blocks(batches: Sequence[Array], rows: int) -> Iterator[Sequence[Array]]:
-    several = max(1, BLOCK // rows)
-    return (batches[first : first + several] for first in range(0, len(batches), several))
-
-
-def _padded(start: int, rows: int, length: int) -> Array:
-    """`rows` samples from `start` on, the last one repeated beyond the end."""
-    return np.minimum(np.arange(start, start + rows), length - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import types
 from collections.abc import Iterator
@@ -19,21 +18,23 @@ MOST = 10_000  # objects that are looked at
 
 
 class Generators:
-    """Those that attributes, lists, dictionaries and functions lead to from a data set, nearest first.
+    """Those that attributes, lists and dictionaries lead to from a data set, nearest first.
 
     They are remembered by where they hang: some libraries make new ones in a loader worker.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._places: list[tuple[Any, Any]] = []
-        level, seen, kept = [dataset], {id(dataset)}, []
+        level, seen = [dataset], {id(dataset)}
         while level and len(seen) < MOST:
             following = []
-            for parts in map(_parts, level):
-                kept.append(parts)  # what is made here keeps its id
-                for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+            for value in level:
+                held = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", None)
+                if not isinstance(held, dict | list | tuple) or len(held) > WIDEST:
+                    continue
+                for key, part in held.items() if isinstance(held, dict) else enumerate(held):
                     if is_generator(part):
-                        self._places.append((parts, key))
+                        self._places.append((held, key))
                     elif not isinstance(part, LEAVES) and id(part) not in seen:
                         seen.add(id(part))
                         following.append(part)
@@ -64,17 +65,3 @@ class Generators:
             for each in self:
                 stack.callback(restorer(each))
             yield
-
-
-def _parts(value: Any) -> Any:
-    """What an object leads to: a dictionary, list or tuple; where it holds them itself, the very one."""
-    if isinstance(value, dict | list | tuple):
-        return value if len(value) <= WIDEST else ()
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-    held = getattr(value, "__dict__", ())
-    return held if isinstance(held, dict) else ()

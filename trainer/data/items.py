@@ -19,25 +19,24 @@ from trainer.tasks import Task
 
 INPUTS = ("image", "images", "img", "pixel_values", "input", "inputs", "input_values", "x")
 TARGETS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
-COUNTED = 10_000  # items that are read to count their classes where nothing else tells them
+GIVE = "give their number: data=(train_set, val_set"
 
 
 def pair(item: Any) -> tuple[Any, Any]:
     """An item's input and target; those of a dictionary by their keys. Raises ValueError."""
+    found = type(item).__name__
     if isinstance(item, Mapping):
         keys = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
-        if None in keys:
-            raise ValueError(
-                f"a dictionary needs one of {', '.join(INPUTS[:4])} and one of {', '.join(TARGETS[:4])}, "
-                f"found {', '.join(map(str, item))[:100]}"
-            )
-        return item[keys[0]], item[keys[1]]
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return item[0], item[1]
-    several = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        if None not in keys:
+            return item[keys[0]], item[keys[1]]
+        found = f"a dictionary of {', '.join(map(str, item))[:100]}"
+    elif isinstance(item, tuple | list):
+        if len(item) == 2:
+            return item[0], item[1]
+        found += f" of {len(item)}"
     raise ValueError(
-        "an item must be (input, target), or a dictionary with an image and a label, "
-        f"found {type(item).__name__}{several}"
+        f"an item must be (input, target), or a dictionary with one of {', '.join(INPUTS[:4])} and one of "
+        f"{', '.join(TARGETS[:4])}, found {found}"
     )
 
 
@@ -74,34 +73,24 @@ def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def names_of(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None = None) -> tuple[str, ...]:
-    """The names of a set's classes, or of a regression's values, where it has any, else numbers; `tensors` are the set
-    as a pair, where that was made already. Raises RecipeError."""
-    if kind.reads != "values":
-        if known := next(filter(None, map(names_in, made_of(part))), ()):
-            return known
-        if isinstance(count := getattr(made_of(part)[0], "num_classes", None), int) and count > 0:
-            return _numbers(count)
-    tensors = tensors or tensors_of(part)
-    if kind.reads == "class":
-        targets = tensors[1] if tensors is not None else stored_targets(part)
-        targets = _counted(part, of) if targets is None else targets
-        if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
-            raise RecipeError(
-                f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
-                "to predict numbers: task.name=regression"
-            )
-        if strange := sparse(targets.numpy()):
-            raise RecipeError(f"{of}: {strange}; if so, give their number: data=(train_set, val_set, 1000)")
-        return _numbers(int(targets.max()) + 1)
-    try:
-        target = tensors[1][0] if tensors is not None else as_targets(pair(part[0])[1])
-    except Exception as error:  # a user's data set may raise anything at all
-        raise RecipeError(f"{of}: item 0 cannot be read ({error})") from None
-    return _numbers(max(1, target.numel()))
+def counted_names(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None) -> tuple[str, ...]:
+    """Numbers as names, of as many classes or values as the targets in memory have. Raises RecipeError."""
+    targets = tensors[1] if tensors is not None else stored_targets(part) if kind.reads == "class" else None
+    if targets is None:
+        raise RecipeError(f"{of}: it does not name its classes or values: {GIVE}, 10), or their names instead of 10")
+    if kind.reads != "class":
+        return numbers(targets[0].numel())
+    if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
+        raise RecipeError(
+            f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
+            "to predict numbers: task.name=regression"
+        )
+    if strange := sparse(targets.numpy()):
+        raise RecipeError(f"{of}: {strange}; if so, {GIVE}, 1000)")
+    return numbers(int(targets.max()) + 1)
 
 
-def _numbers(count: int) -> tuple[str, ...]:
+def numbers(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(max(1, count))))
 
 
@@ -138,15 +127,3 @@ def stored_targets(part: Any) -> Tensor | None:
         if targets.dim() == 1 and len(targets):
             return targets
     return None
-
-
-def _counted(part: Any, of: str) -> Tensor:
-    if len(part) > COUNTED:
-        raise RecipeError(
-            f"{of}: it has no `classes` or `targets` that give the number of classes, and {len(part):,} items are too "
-            "many to count them: give their number, or their names, as a third: data=(train_set, val_set, 10)"
-        )
-    try:
-        return torch.stack([as_targets(pair(part[index])[1]) for index in range(len(part))])
-    except Exception as error:
-        raise RecipeError(f"{of}: its items cannot be read ({type(error).__name__}: {str(error)[:160]})") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -12,21 +11,16 @@ from torch import Tensor
 
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
-from trainer.data.feeds import Feed, MemoryFeed, PhotoFeed, TensorFeed, known_labels, readers_of
-from trainer.data.photos.photo_reader import private_draws
-from trainer.data.registered import UserItems
-from trainer.data.sampling import Array, Mix
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
+from trainer.data.sampling import Array
 from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
 from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
-from trainer.data.workers.worker_process import buffered
+from trainer.data.workers.worker_pool import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.checks import most_rows
 from trainer.tasks import Task
-
-STARTING = 2.0  # seconds that starting workers takes at least
-TRIED = 8  # samples that are read to see how long all take
 
 
 def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
@@ -44,61 +38,32 @@ def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
         )
     if not shard.every_sample:
         return samples // recipe.batch_size
-    if not _fills(samples, recipe.batch_size, shard.count, recipe.accumulate):
+
+    def steps(size: int) -> int:
+        return sampling.contiguous_steps(samples, size // shard.count, shard.count)
+
+    def fits(size: int) -> bool:
+        """Whether the smallest shard has a sample for each micro-batch of each step; a larger size takes fewer."""
+        return samples // shard.count >= steps(size) * recipe.accumulate
+
+    if not fits(recipe.batch_size):
+        larger = range(recipe.batch_size, samples + 1, shard.count * recipe.accumulate * recipe.augment.together)
+        size = next(filter(fits, larger), None)
+        fewer = "use fewer processes" + ", or accumulate=1" * (recipe.accumulate > 1)
         raise RecipeError(
             f"{samples} training images over {shard.count} processes leave micro-batches empty at "
-            f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; {_filling(samples, recipe, shard.count)}"
+            f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; "
+            + (f"try batch_size={size}" if size else fewer)
         )
-    return sampling.contiguous_steps(samples, recipe.batch_size // shard.count, shard.count)
+    return steps(recipe.batch_size)
 
 
-def _fills(samples: int, batch_size: int, count: int, pieces: int) -> bool:
-    """Whether the smallest of `count` shards has a sample for each micro-batch of each step."""
-    return samples // count >= sampling.contiguous_steps(samples, batch_size // count, count) * pieces
-
-
-def _filling(samples: int, recipe: Recipe, count: int) -> str:
-    """What to type so that every micro-batch has samples: a larger batch, else no accumulation, else fewer ranks."""
-    for pieces in (recipe.accumulate, 1):
-        unit = count * pieces * recipe.augment.together
-        for batch_size in range(recipe.batch_size, samples + 1, unit):  # a smaller one takes more steps
-            if _fills(samples, batch_size, count, pieces):
-                return f"try batch_size={batch_size}" + (" accumulate=1" if pieces < recipe.accumulate else "")
-    return f"use fewer than {count} processes"
-
-
-def read_soon(datasets: Datasets, recipe: Recipe) -> bool:
-    """Whether this process reads a program's own samples, for the whole run, before workers would have started."""
-    part = datasets.train
-    if not isinstance(part, UserItems):
-        return False
-    reads = (len(part) + len(datasets.val)) * recipe.epochs
-    begun = time.perf_counter()
-    with private_draws():
-        for index in range(min(TRIED, len(part))):
-            try:
-                part.read(index, datasets.channels)
-            except Exception:  # it is told when its turn comes
-                return False
-            if (time.perf_counter() - begun) / (index + 1) * reads >= STARTING:  # a slow one is enough to know
-                return False
-    return True
-
-
-def workers_of(recipe: Recipe, readers: int, batch_bytes: int, soon: bool = False) -> int:
-    """Loader workers of one rank, where `readers` ranks of this machine read images.
-
-    As many as the recipe says, or as cores and memory allow; none where all samples are read `soon`. Raises SetupError.
-    """
-    count = recipe.data.workers
-    if count is None:
-        count = 0 if soon else allowed(readers, batch_bytes)
+def workers_of(recipe: Recipe, readers: int, batch_bytes: int) -> int:
+    """Loader workers of one rank, where `readers` ranks of this machine read images: as many as the recipe says, or as
+    cores and memory allow. Raises SetupError."""
+    count = allowed(readers, batch_bytes) if recipe.data.workers is None else recipe.data.workers
     check_shared_memory(readers * slots(count) * batch_bytes if count else 0)
     return count
-
-
-def in_memory(part: ImageSet | TensorSet | PhotoSource) -> bool:
-    return isinstance(part, ImageSet | TensorSet)
 
 
 class Loader:
@@ -116,13 +81,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        datasets: Datasets,
-        recipe: Recipe,
-        task: Task,
-        shard: Shard,
-        device: torch.device,
-        readers: int = 1,
+        self, datasets: Datasets, recipe: Recipe, task: Task, shard: Shard, device: torch.device, readers: int = 1
     ) -> None:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory. Raises
         SetupError."""
@@ -149,21 +108,21 @@ class Loader:
         self._slot, self._workers = 0, 0
         if sources:
             self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8)
-            soon = recipe.data.workers is None and read_soon(datasets, recipe)
-            self._workers = workers_of(recipe, readers, self._slot, soon)
+            self._workers = workers_of(recipe, readers, self._slot)
         pool = readers_of(datasets, sources, self._rows, recipe, self._workers) if sources else None
 
-        def feed(part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe) -> Feed:
-            if (
-                pool is not None
-                and (number := next((n for n, each in enumerate(sources) if each is part), None)) is not None
-            ):
+        def feed(
+            part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe
+        ) -> MemoryFeed | PhotoFeed:
+            number = next((n for n, each in enumerate(sources) if each is part), None)
+            if pool is not None and number is not None:
                 return PhotoFeed(pool, number, self._rows, device)
             if shard.inputs and isinstance(part, ImageSet):
-                failures = list(part.failures) if shard.index == 0 else []  # every rank has decoded every image
-                return MemoryFeed(part, self._rows, augment, recipe.seed, device, failures)
+                images = ImageFeed(part, self._rows, augment, recipe.seed, device)
+                images.failures += part.failures if shard.index == 0 else ()  # every rank has decoded every image
+                return images
             inputs = part.inputs if shard.inputs and isinstance(part, TensorSet) else None
-            return TensorFeed(inputs, known, len(part), self._rows, device)
+            return MemoryFeed(inputs, known, len(part), self._rows, device)
 
         self._train, self._val = (
             feed(part, known, augment)
@@ -192,7 +151,7 @@ class Loader:
     @property
     def workers(self) -> int | None:
         """Processes that read training images for this rank; None where they lie in memory."""
-        return None if in_memory(self._datasets.train) else self._workers
+        return None if isinstance(self._datasets.train, ImageSet | TensorSet) else self._workers
 
     def workers_in_words(self) -> str | None:
         """How many processes read, and the memory that they take; None where none do."""
@@ -296,14 +255,9 @@ class Loader:
         if augment.erase and shard.inputs:
             inputs = self._transform.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
-            mix = self._mix(epoch, step, piece, len(index))
+            pairs, (first, _) = self._recipe.batch_size // 2, self._spans[piece]
+            whole = sampling.mixing(seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
+            mix = whole.rows(first, first + len(index))  # a micro-batch may be shorter than others
             targets = self._transform.soft(self._task.shares(targets), mix) if shard.targets else targets
             inputs = self._transform.mixed(inputs, mix) if shard.inputs else inputs
         return Batch(inputs, targets, len(index))
-
-    def _mix(self, epoch: int, step: int, piece: int, rows: int) -> Mix:
-        """The part of the global batch's draws for a micro-batch, which may be shorter than others."""
-        recipe, augment, size = self._recipe, self._recipe.augment, self._datasets.image_size
-        pairs, (first, _) = recipe.batch_size // 2, self._spans[piece]
-        whole = sampling.mixing(recipe.seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
-        return whole.rows(first, first + rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import tasks
 from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
+from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import Targets, target_of
-from trainer.data.items import as_input, names_of, pair, tensors_of
-from trainer.data.own_classes import matched
-from trainer.data.photos.decoding import from_item, orientation_of, with_channels
+from trainer.data.items import as_input, counted_names, made_of, names_in, numbers, pair, tensors_of
+from trainer.data.photos.decoding import from_item, with_channels
 from trainer.data.photos.photo_reader import centre_cut
 from trainer.data.photos.pixel_range import wanted_of
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
@@ -40,12 +40,11 @@ registered = Registry[Maker]("register_dataset", taken=lambda: DATASETS)
 def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Make a data set known as `data.name=name`.
 
-    The decorated function takes the recipe's `data` section and returns (train, val, names) or a `Datasets`; names are
-    the names of the classes, or of a regression's values, their number, or None where the sets have them. train and val
-    each are a pair of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any
-    map-style data set of items (input, target) or {"image": input, "label": target}, which loader workers read. What an
-    item draws at random (torch, NumPy, random, or generators among the data set's attributes) depends on seed, epoch
-    and index alone.
+    The decorated function takes the recipe's `data` section and returns (train, val, names). These are the names of the
+    classes, or of a regression's values, their number, or None where the sets have them. train and val each are a pair
+    of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any map-style data set of
+    items (input, target) or {"image": input, "label": target}, which loader workers read. What an item draws at random
+    (torch, NumPy, random, or generators among the data set's attributes) depends on seed, epoch and index alone.
 
     Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
     another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for
@@ -60,53 +59,55 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
 def open_registered(recipe: Recipe) -> Datasets:
     """The data set of the function that is registered as `data.name`. Raises RecipeError."""
     data = recipe.data
-    made = registered[data.name](data)
-    if isinstance(made, Datasets):
-        return made
+    made, where = registered[data.name](data), f"data.name={data.name}"
     if not isinstance(made, tuple) or len(made) != 3:
-        raise RecipeError(
-            f"data.name={data.name}: its function must return (train, val, class names), not {type(made).__name__}"
-        )
+        raise RecipeError(f"{where}: its function must return (train, val, class names), not {type(made).__name__}")
     *parts, names = made
-    tensors = [tensors_of(part) for part in parts]
-    if all(pair is not None for pair in tensors):
-        pairs = [pair for pair in tensors if pair is not None]
-        _check_pairs(data, pairs)
-        return _from_tensors(data, *_classes(parts, pairs, names, recipe))
+    pairs = [pair for part in parts if (pair := tensors_of(part)) is not None]
+    if len(pairs) == 2:
+        for inputs, targets in pairs:
+            if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
+                shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+                raise RecipeError(f"{where}: inputs and targets must be as many, and at least 1, found {shapes}")
+        return _from_tensors(data, pairs, _names(parts, pairs[0], names, recipe))
     if any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts):
-        raise RecipeError(f"data.name={data.name}: train and val must both be pairs of tensors, or neither")
+        raise RecipeError(f"{where}: train and val must both be pairs of tensors, or neither")
     for part, role in zip(parts, ROLES, strict=True):
-        if isinstance(part, DataLoader):
-            raise RecipeError(f"data.name={data.name}: its {role} is a DataLoader: give the data set, loader.dataset")
-        if isinstance(part, IterableDataset) or not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
+        readable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part)
+        if isinstance(part, DataLoader | IterableDataset) or not readable:
             raise RecipeError(
-                f"data.name={data.name}: its {role} must have items and a length, found {type(part).__name__}: samples "
-                "are read by their number. What fits into memory: list(...)"
+                f"{where}: its {role} must have items and a length above 0, found {type(part).__name__}: samples are "
+                "read by their number. Of a DataLoader give loader.dataset, and what fits into memory as list(...)"
             )
-        if not len(part):
-            raise RecipeError(f"data.name={data.name}: its {role} must have a length above 0, found no items")
-    return _from_items(recipe, *_classes(parts, parts, names, recipe))
+    return _from_items(recipe, parts, _names(parts, None, names, recipe))
 
 
-def _classes(sets: Sequence[Any], parts: Sequence[Any], names: Any, recipe: Recipe) -> tuple[Any, tuple[str, ...]]:
-    """The parts with the training set's class numbers, and the names that a user gives, or as many numbers, or those of
-    the training set; `sets` are the user's own."""
+def _names(parts: Sequence[Any], tensors: tuple[Tensor, Tensor] | None, names: Any, recipe: Recipe) -> tuple[str, ...]:
+    """The names that a user gives, or as many numbers, or those of the data sets. Raises RecipeError where these number
+    their classes differently."""
     kind, where = tasks.kind(recipe), f"data.name={recipe.data.name}"
-    given = () if names is None or isinstance(names, int) else tuple(portable(class_name(str(name))) for name in names)
-    known, tables = (given, [None] * 2) if kind.reads == "values" else matched(sets, given, kind.reads, where)
-    if isinstance(names, int):
-        known = tuple(map(str, range(names)))
-    known = known or names_of(sets[0], kind, f"{where}, {ROLES[0]}", None if parts is sets else parts[0])
-    return [part if table is None else table.of(part) for part, table in zip(parts, tables, strict=True)], known
-
-
-def _check_pairs(data: DataRecipe, parts: Sequence[Sequence[Tensor]]) -> None:
-    for inputs, targets in parts:
-        if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
+    given = () if names is None or isinstance(names, int) else _alike(names)
+    known = [[_alike(names_in(one)) for one in made_of(part)] for part in parts]
+    own = next(filter(None, known[0]), ())
+    if kind.reads != "values":
+        others = {each for each in (*known[0], *known[1], own or given) if each}
+        if given and sorted(given) == sorted(own):
+            others.add(given)
+        if len(others) > 1:
+            several = " and ".join(f"({few(each)})" for each in sorted(others)[:2])
             raise RecipeError(
-                f"data.name={data.name}: inputs and targets must be as many, and at least 1, found "
-                f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+                f"{where}: its data sets number different classes, {several}: renumber one by its "
+                "target_transform, and give it the other's `classes` and `class_to_idx`"
             )
+    else:
+        own = ()
+    if isinstance(names, int):
+        return numbers(names)
+    return given or own or counted_names(parts[0], kind, f"{where}, {ROLES[0]}", tensors)
+
+
+def _alike(names: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(portable(class_name(str(name))) for name in names)
 
 
 def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:
@@ -172,7 +173,10 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
     kind = tasks.kind(recipe)
     shapes, spec, target = _look(parts[0], kind, names)
     if len(target.shape) > 1 and spec is None:
-        recipe = _of_one_size(recipe, shapes, target)
+        raise RecipeError(
+            f"data.name={data.name}: its targets, of {' x '.join(map(str, target.shape))}, lie on images, which are "
+            "resized and they are not: give the images as float tensors, which stay as they are, or all as two tensors"
+        )
     train, val = (
         UserItems(part, f"{data.name}, {role}", Targets(kind, names, target), spec, recipe.data)
         for part, role in zip(parts, ROLES, strict=True)
@@ -184,25 +188,12 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
     return Datasets(data.name, train, val, names, channels, size, mean, std, False, SPLIT, notes, target)
 
 
-def _of_one_size(recipe: Recipe, shapes: Sequence[Shape], target: TensorSpec) -> Recipe:
-    """The recipe with the images' size, where each pixel has a target: such images are not resized."""
-    sizes = {shape[1:] for shape in shapes}
-    height, width = next(iter(sizes))
-    if len(sizes) > 1 or height != width or recipe.data.image_size not in (None, height):
-        listed = ", ".join(f"{height} x {width}" for height, width in sorted(sizes)[:4])
-        raise RecipeError(
-            f"data.name={recipe.data.name}: its targets, of {' x '.join(map(str, target.shape))}, lie on its images: "
-            f"all of them must be squares of one size, and data.image_size that size or left out; found {listed}"
-        )
-    return recipe.replace(data__image_size=height)
-
-
 class UserItems:
     """A user's map-style data set as a source of photos, or of other inputs of shape and type `spec`."""
 
     def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, data: DataRecipe) -> None:
         self.items, self.name, self.targets, self.spec = items, name, targets, spec
-        self.size, self.pixel_range = data.image_size, wanted_of(data)
+        self.pixel_range = wanted_of(data)
         self.by_value = False  # pickle its classes too: no other process can import them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,10 +216,8 @@ class UserItems:
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         item, label = pair(self.items[index])
         item, target = as_input(item), self.targets.checked(label)
-        if self.targets.dense and isinstance(item, Image.Image) and orientation_of(item) > 1:
-            raise ValueError("EXIF turns its image and not its target: turn both, as by ImageOps.exif_transpose")
         if self.spec is None:
-            return self.targets.checked_image(from_item(item, channels, self.pixel_range), self.size), target
+            return from_item(item, channels, self.pixel_range), target
         inputs = plain(item)
         if (spec := TensorSpec.of(inputs[None])) != self.spec:
             raise ValueError(f"its input is {spec}, and that of others {self.spec}")
@@ -245,9 +234,7 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
 
     Reading an item reports what is wrong with it.
     """
-    shapes: list[Shape] = []
-    spec: TensorSpec | None = None
-    target: TensorSpec | None = None
+    shapes, specs, targets = list[Shape](), list[TensorSpec](), list[TensorSpec]()
     for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
         with suppress(Exception):
             item, label = pair(items[index])
@@ -258,13 +245,9 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
                 channels, height, width = item.shape
                 shapes.append((channels, height, width))
             else:
-                spec = spec or TensorSpec.of(plain(item)[None])
-            other = TensorSpec.of(target_of(label, kind, names)[None])
-            if target is None:
-                target = other
-            elif other.shape == target.shape:  # whole numbers first, and others later
-                target = TensorSpec(other.shape, torch.promote_types(other.dtype, target.dtype))
-    return shapes, None if shapes else spec, target or CLASS
+                specs.append(TensorSpec.of(plain(item)[None]))
+            targets.append(TensorSpec.of(target_of(label, kind, names)[None]))
+    return shapes, None if shapes or not specs else specs[0], targets[0] if targets else CLASS
 
 
 def _plain(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy.typing as npt
@@ -184,15 +183,6 @@ class LabelledSource(PhotoSource, Protocol):
     """A source whose labels are known without reading an image: ranks that need only labels then read no images."""
 
     labels: npt.NDArray[Any]  # (samples, ...)
-
-
-def with_labels(part: Any, labels: Tensor) -> Any:
-    """The same samples, of a set in memory or of a source of ours, with other targets."""
-    if isinstance(part, ImageSet | TensorSet):
-        return replace(part, labels=labels)
-    part = copy.copy(part)
-    part.labels = labels.numpy()
-    return part
 
 
 @dataclass(frozen=True)

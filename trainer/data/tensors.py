@@ -25,7 +25,10 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise RecipeError("values of a masked array are missing: fill them, as in array.filled(0)")
     try:
-        return _of_array(np.asanyarray(value)) if isinstance(value, np.ndarray | np.generic) else torch.as_tensor(value)
+        if isinstance(value, np.ndarray | np.generic):
+            value = np.require(value, value.dtype.newbyteorder("="), "C")
+        with warnings.catch_warnings(action="ignore"):  # of a read-only array, which nobody writes to
+            return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind, why = type(value).__name__, f" ({error})" if isinstance(value, list | tuple) else ""
         kind += f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
@@ -44,15 +47,3 @@ def as_targets(value: Any) -> Tensor:
     if targets.dtype == torch.uint64 and (signed < 0).any():
         raise RecipeError("targets are whole numbers below 2**63, found larger ones")
     return signed
-
-
-def _of_array(array: np.ndarray[Any, Any]) -> Tensor:
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if min(array.strides, default=0) < 0:
-        array = array.copy()
-    if array.flags.writeable:
-        return torch.as_tensor(array)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nobody writes to it
-        return torch.as_tensor(array)

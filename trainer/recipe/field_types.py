@@ -121,7 +121,7 @@ Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength"
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
-Check = Annotated[Literal["headers", "full", "off"], BeforeValidator(_off)]
+Check = Annotated[Literal["headers", "off"], BeforeValidator(_off)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]

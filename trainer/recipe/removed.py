@@ -28,6 +28,10 @@ REMOVED: dict[str, Removed] = {  # by "key" or "key=value"
         "data.cache=disk with data.cache_dir=/dev/shm/FOLDER keeps it in memory", "data.cache=disk"
     ),
     "data.cache=auto": Removed("data.cache=disk keeps a copy, and says so where there is no room", "data.cache=disk"),
+    "data.check=full": Removed(
+        "data.check=headers looks at the ends of each file; checksums compared with the originals' find other damage",
+        "data.check=headers",
+    ),
     "optimizer.name=lars": Removed(
         "use optimizer.name=sgd, with optimizer.lr_per and schedule.warmup_epochs for large batches",
         "optimizer.name=sgd",

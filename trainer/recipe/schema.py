@@ -106,9 +106,7 @@ class DataRecipe(_Section):
         None, "black and white in images of over 8 bits; null: [0, 65535], for floating point [0, 1]", [0, 4095]
     )
     balance: bool = key(False, "draw all classes equally often, however many images each has")
-    workers: Workers | None = key(
-        None, "processes per rank that read photos; null: one per core, 0 if all is soon read", 4
-    )
+    workers: Workers | None = key(None, "processes per rank that read photos; null: one per core", 4)
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key("error", "synthetic: use made-up images if data.root is not set")
     cache: Cache = key("off", "keep small, decoded copies of photos", "disk")
@@ -122,9 +120,7 @@ class DataRecipe(_Section):
     on_error: Literal["stop", "skip"] = key(
         "stop", "what to do if an image cannot be read; skip replaces and counts it"
     )
-    check: Check = key(
-        "headers", "find damaged photos before the first step: by header and end of each file; full decodes all"
-    )
+    check: Check = key("headers", "find damaged photos before the first step, by beginning and end of each file")
     samples: Positive = key(1024, "training images of data.name=synthetic")
     val_samples: Positive = key(256, "held-out images of data.name=synthetic")
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot, pad
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.task import OnDevices, Reads, Task, register_task
+from trainer.tasks.task import Reads, Task, register_task
 
 TOP = 5  # classes in a prediction
 FEW = 10  # of fewer classes, top-5 says little
@@ -28,28 +28,39 @@ class OfClasses(Task):
 
     def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
         super().__init__(recipe, names, targets)
-        weights = self._weights(targets)
-        self.weights = None if weights is None else OnDevices(weights)
+        given, self._weights = recipe.loss.class_weights, dict[torch.device, Tensor]()
+        if given is None:
+            return
+        if given == "balanced" and targets is not None:
+            own = self._balanced(targets).float()
+        elif given == "balanced":
+            raise RecipeError(
+                f"loss.class_weights=balanced counts labels before the first step, and those of data.name="
+                f"{recipe.data.name} are known only with its items: give the weights, loss.class_weights=[1,2,...]"
+            )
+        elif len(given) == len(names):
+            own = torch.tensor(given, dtype=torch.float32)
+        else:
+            raise RecipeError(
+                f"loss.class_weights has {len(given)} numbers, and the data {len(names)} classes "
+                f"({', '.join(names[:6])}{', ...' * (len(names) > 6)}): give one for each"
+            )
+        self._weights[torch.device("cpu")] = pad(own, (0, self.outputs() - len(own)), value=1.0)
 
     def outputs(self) -> int:
         return self.recipe.model.num_classes or len(self.names)
 
-    def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """A recipe's own weights, (names,) float32; None where it has none, or has them computed.
-
-        Raises:
-            RecipeError: not one for each name.
-        """
-        given = self.recipe.loss.class_weights
-        if given is None or given == "balanced":
+    def weights(self, device: torch.device) -> Tensor | None:
+        """(outputs,) float32; None where all count alike."""
+        if not self._weights:
             return None
-        if len(given) != len(self.names):
-            raise RecipeError(
-                f"loss.class_weights has {len(given)} numbers, and the data {len(self.names)} classes "
-                f"({', '.join(self.names[:6])}{', ...' * (len(self.names) > 6)}): give one for each, or "
-                "loss.class_weights=balanced"
-            )
-        return torch.tensor(given, dtype=torch.float32)
+        if device not in self._weights:  # copied once, and waited for: any stream may use it
+            self._weights[device] = self._weights[torch.device("cpu")].to(device)
+        return self._weights[device]
+
+    def _balanced(self, targets: Tensor) -> Tensor:
+        """(names,): of loss.class_weights=balanced, from the training targets."""
+        raise NotImplementedError
 
 
 @register_task("classification")
@@ -73,14 +84,11 @@ class Classification(OfClasses):
             raise ValueError(f"{len(names)} class names are given, and a classifier needs at least 2")
         return targets.to(torch.int64)
 
-    def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """(outputs,): what a sample of each class counts. `balanced` makes all classes that have samples count alike,
-        and a sample 1 on average: N / (classes x samples of the class), as scikit-learn does it."""
-        weights = super()._weights(targets)
-        if self.recipe.loss.class_weights == "balanced":
-            counts = torch.bincount(known(self.recipe, targets), minlength=len(self.names)).double()
-            weights = torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0).float()
-        return None if weights is None else torch.cat([weights, torch.ones(self.outputs() - len(weights))])
+    def _balanced(self, targets: Tensor) -> Tensor:
+        """All classes that have samples count alike, and a sample 1 on average: N / (classes x samples of the class),
+        as scikit-learn does it."""
+        counts = torch.bincount(targets, minlength=len(self.names)).double()
+        return torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and class indices (N,) or shares (N, classes).
@@ -88,11 +96,11 @@ class Classification(OfClasses):
         A sample's smoothed loss times the weight of its class; of shares the sum of those of its classes. torch weighs
         smoothing by the weights of all classes, and divides by the batch's weights, which differ in each of its parts.
         """
-        smoothing = self.recipe.loss.label_smoothing
-        if self.weights is None:
+        smoothing, weights = self.recipe.loss.label_smoothing, self.weights(outputs.device)
+        if weights is None:
             return cross_entropy(outputs, targets, label_smoothing=smoothing)
         shares = targets if targets.is_floating_point() else one_hot(targets, outputs.shape[1])
-        weighted = shares * self.weights.on(outputs.device)
+        weighted = shares * weights
         return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -136,16 +144,6 @@ class Classification(OfClasses):
 def largest(outputs: Tensor, count: int) -> Tensor:
     """The places of the largest outputs (N, classes), the largest first; of equal ones the first, as argmax has it."""
     return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def known(recipe: Recipe, targets: Tensor | None) -> Tensor:
-    """The training targets that a weight is computed from. Raises RecipeError where the images are to be read first."""
-    if targets is None:
-        raise RecipeError(
-            f"loss.class_weights=balanced counts labels before the first step, and those of data.name="
-            f"{recipe.data.name} are known only with its items: give the weights, loss.class_weights=[1,2,...]"
-        )
-    return targets
 
 
 def check_range(labels: Tensor, names: Sequence[str]) -> None:
@@ -196,18 +194,17 @@ class Multilabel(OfClasses):
             raise ValueError(f"labels must be 0 or 1, found {targets.min():g} to {targets.max():g}")
         return targets
 
-    def _weights(self, targets: Tensor | None) -> Tensor | None:
-        """(classes,): the weight of a label, beside 1 of its absence. `balanced`: as much as all absences together; 1
-        where all samples have the label, or none."""
-        if self.recipe.loss.class_weights != "balanced":
-            return super()._weights(targets)
-        labels = known(self.recipe, targets).double()
+    def _balanced(self, targets: Tensor) -> Tensor:
+        """A label counts as much as all absences together, where an absence counts 1; 1 where all samples have the
+        label, or none."""
+        labels = targets.double()
         ratio = (1 - labels).sum(0) / labels.sum(0)
-        return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1).float()
+        return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of logits (N, classes) and labels (N, classes) between 0 and 1."""
-        weights = None if self.weights is None else self.weights.on(outputs.device)
+        weights = self.weights(outputs.device)
+        weights = None if weights is None else self._of_names(weights)
         return binary_cross_entropy_with_logits(self._of_names(outputs), targets, pos_weight=weights)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -235,4 +232,4 @@ class Multilabel(OfClasses):
 
     def _of_names(self, outputs: Tensor) -> Tensor:
         """Without the outputs that a larger model.num_classes adds."""
-        return outputs[:, : len(self.names)]
+        return outputs[..., : len(self.names)]

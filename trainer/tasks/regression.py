@@ -39,17 +39,12 @@ class Regression(Task):
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
         """(N, values) float32; (N,) becomes (N, 1)."""
-        if targets.dim() == 1 and len(names) > 1 and not targets.is_floating_point():
-            raise ValueError(
-                "these are classes, and a regression wants numbers: give a table of them, data.labels=FILE.csv, "
-                "or a data set of your own"
-            )
         if targets.dim() == 1:
             targets = targets[:, None]
         if targets.dim() != 2 or targets.shape[1] != len(names) or not names or targets.is_complex():
             raise ValueError(
-                f"targets must be numbers, for each sample and each of the {len(names)} names of values, "
-                f"found {described(targets)}"
+                f"targets must be numbers, as of a table data.labels=FILE.csv, for each sample and each of the "
+                f"{len(names)} names of values, found {described(targets)}"
             )
         targets = targets.to(torch.float32)
         if not torch.isfinite(targets).all():

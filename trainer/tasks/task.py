@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe, nearest
+from trainer.recipe import Recipe
 from trainer.recipe.known_names import Registry
 
 Reads = Literal["class", "classes", "values"]
@@ -162,9 +161,7 @@ def kind(recipe: Recipe) -> type[Task]:
     """The class of the recipe's task. Raises RecipeError where there is none of that name."""
     name = recipe.task.name
     if name not in _registered:
-        guess = nearest(name, [*_registered])
-        hint = f"did you mean task.name={guess}? " if guess else ""
-        raise RecipeError(f"task.name={name} is not a task; {hint}known: {', '.join(_registered)}")
+        raise RecipeError(f"task.name={name} is not a task; known: {', '.join(_registered)}")
     return _registered[name]
 
 
@@ -182,16 +179,3 @@ def create(recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) 
             f"task.name={recipe.task.name} do not mix: set {' '.join(f'augment.{key}=0' for key in on)}"
         )
     return task
-
-
-class OnDevices:
-    """A constant of the loss, copied once to each device that asks for it."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._copies = {value.device: value}
-        self._value = value
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = self._value.to(device)  # waits, once: the copy may be used in any stream
-        return self._copies[device]

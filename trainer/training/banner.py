@@ -6,7 +6,6 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 
-from trainer.data.photos import contact_sheet
 from trainer.devices import cuda_graphs, precision
 from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
@@ -97,8 +96,6 @@ def facts(run: Run) -> dict[str, str]:
         "steps": steps,
         "folder": str(run.tracker.path),
     }
-    if run.tracker.path is not None and (run.tracker.path / contact_sheet.FILE).is_file():
-        lines["look at"] = f"{run.tracker.path / contact_sheet.FILE}: images of each class as the model sees them"
     if recipe.graphs is True and not cuda_graphs.possible(world.device):
         lines["graphs"] = "only CUDA devices have them: graphs=true changes nothing here"
     if (few := few_for_batch_norm(run)) is not None:

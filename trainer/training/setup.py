@@ -17,7 +17,6 @@ from trainer.data.cache import cached
 from trainer.data.damaged import without_damage
 from trainer.data.feeds import known_labels
 from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued
-from trainer.data.photos import contact_sheet
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError
 from trainer.launch import endings
@@ -40,7 +39,7 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, presenting, reporting, resuming
+from trainer.training import banner, reporting, resuming
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
@@ -219,9 +218,6 @@ def begin(run: Run) -> None:
         tracker.keep(SPLIT_FILE, data.split_table)
     if data.damaged:
         tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
-    if tracker.path is not None and not run.speed_only:
-        with presenting.dispensable(tracker):
-            contact_sheet.write(tracker.path, data, recipe)
     run.observer.facts = banner.facts(run)
     banner.say(run)
     resolved, state = run.resolved, run.state

@@ -7,7 +7,7 @@ from trainer.commands.predict.sources import image_files
 from trainer.data import damaged, open_datasets
 from trainer.data.damaged import without_damage
 from trainer.data.folders import scanning
-from trainer.data.folders.scanning import LeftOut, images_below
+from trainer.data.folders.scanning import LeftOut, images_below, listed
 from trainer.errors import SetupError
 from trainer.processes.resources import locate
 from trainer.recipe import load

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
-from trainer.data.feeds import MemoryFeed, PhotoFeed, TensorFeed, readers_of
-from trainer.data.photos import copies
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, readers_of
 from trainer.data.photos.copies import Copies
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_pool import InProcess
@@ -30,11 +29,11 @@ def feed(kind, *words):
     recipe = load(None, "data.image_size=16", *words)
     pictures, labels = torch.arange(24, dtype=torch.uint8)[:, None, None, None], torch.arange(24)
     if kind == "labels":
-        return TensorFeed(None, labels, 24, 4, GPU)
+        return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         sets = Datasets("mine", Pictures(), Pictures(), (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
         return PhotoFeed(readers_of(sets, [sets.train], 4, recipe, 0), 0, 4, GPU)
-    return MemoryFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU, [])
+    return ImageFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +74,6 @@ def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():
         done.synchronize()
         assert not second._event.query() and machine.errors == []
         assert (second.arrived() + 1).tolist() == [2.0] * 4 and machine.errors == []
-
-
-def test_a_large_set_travels_in_parts(monkeypatch):
-    values = torch.arange(60, dtype=torch.int32).view(20, 3)
-    with simulated(1) as machine:
-        monkeypatch.setattr(copies, "PART", 40)
-        machine.waits.seen.clear()
-        there = copies.set_on_device(values, GPU)
-        assert dict(machine.waits.seen) == {} and there.is_contiguous()
-        assert torch.equal(there.cpu(), values) and machine.errors == []
-    assert copies.set_on_device(values, torch.device("cpu")) is values
 
 
 class Ahead(InProcess):

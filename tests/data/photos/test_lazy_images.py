@@ -60,48 +60,15 @@ def test_as_much_smaller_as_is_allowed(tmp_path, least, factor):
     assert whole.shape[1:] == (-(-1046 // factor), -(-1203 // factor))
 
 
-@pytest.mark.parametrize("kind", ["cmyk.jpg", "gray.jpg", "progressive.jpg", "a.png", "a.webp"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_every_kind_of_file(tmp_path, kind, channels):
-    image = Image.fromarray(scene())
-    modes = {"cmyk.jpg": "CMYK", "gray.jpg": "L"}
-    image.convert(modes.get(kind, "RGB")).save(tmp_path / kind, quality=95, progressive="progressive" in kind)
-    picture, whole = open_image(str(tmp_path / kind), channels), read_image(str(tmp_path / kind), channels)
-    part = picture.pixels((100, 200, 400, 500), 60)
-    assert part.dtype == torch.uint8 and part.shape[0] == channels and min(part.shape[1:]) >= 60
-    one, other = (resized(image, [32, 32]).float() for image in (part, whole[:, 100:500, 200:700]))
-    assert (one - other).abs().mean() < 4
-
-
-@pytest.mark.parametrize("shape", [(2, 3000), (3, 2501), (3000, 2), (7, 1001), (100, 4001)])
-def test_of_a_stripe_only_the_middle_is_enlarged(monkeypatch, shape):
-    """2 x 8,000 pixels became 256 x 1,024,000."""
+@pytest.mark.parametrize("shape", [(2, 1900), (1900, 2), (1, 1001)])
+def test_a_stripe_that_would_fill_the_memory_is_refused(shape):
+    """2 x 8,000 pixels would become 256 x 1,024,000."""
     image = torch.from_numpy(scene(*shape)).permute(2, 0, 1)
-    whole = vision.center_crop(vision.resize(image, [256], antialias=True), [224, 224]).int()
-    made, resize = [], vision.resize
-
-    def counted(*given, **options):
-        made.append(resize(*given, **options))
-        return made[-1]
-
-    monkeypatch.setattr(photo_reader.vision, "resize", counted)
-    found = held_out(Picture.of(image), 224)
-    assert (found.int() - whole).abs().max() <= 3
-    assert [max(part.shape[-2:]) <= 33 * 256 + 256 for part in made] == [True]
-
-
-def test_an_orientation_in_xmp_turns_too_however_small_it_becomes(tmp_path):
-    """Where EXIF has none, as Pillow does it; torchvision does not read it."""
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
-    Image.fromarray(scene(400, 600)).save(tmp_path / "a.jpg", xmp=xmp)
-    picture = open_image(str(tmp_path / "a.jpg"), 3)
-    assert (picture.height, picture.width) == (600, 400)
-    wanted = torch.from_numpy(np.rot90(scene(400, 600), -1).copy()).permute(2, 0, 1)
-    for least in (400, 200, 50):
-        small = picture.whole(least)
-        assert small.shape[1] == round(1.5 * small.shape[2])
-        near = vision.resize(wanted, list(small.shape[1:]), antialias=True)
-        assert (small.int() - near.int()).abs().float().mean() < 5
+    if max(shape) > 1000 * min(shape):
+        with pytest.raises(ValueError, match="cut it"):
+            held_out(Picture.of(image), 224)
+        return
+    assert held_out(Picture.of(image), 224).shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize("factor", [1, 2])

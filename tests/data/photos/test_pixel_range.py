@@ -1,6 +1,5 @@
 """Pixels of more than 8 bits, or with a sign: one decision for a whole data set, held against what NumPy has."""
 
-import io
 import re
 import struct
 import zlib
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import opened, read_image
 from trainer.data.photos.decoding import open_image
 from trainer.errors import SetupError
@@ -75,58 +74,42 @@ def test_sixteen_bits_are_as_bright_as_their_file_says_however_dark_the_image_is
 
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize(
-    ("dtype", "black", "white"),
-    [
-        (np.uint16, 0, 1023),
-        (np.uint16, 0, 4095),
-        (np.uint16, 0, 16383),
-        (np.int16, -1024, 3071),
-        (np.int8, -128, 127),
-        (np.int32, -70000, 70000),
-        (np.float32, -1, 1),
-        (np.float32, 0, 255),
-        (np.float32, 0, 65535),
-    ],
+    ("dtype", "black", "white"), [(np.uint16, 0, 4095), (np.uint16, -100, 50_000), (np.float32, -1, 1)]
 )
 def test_a_range_that_is_told_is_black_and_white(tmp_path, dtype, black, white, order):
-    if order == ">" and dtype == np.int32:
-        pytest.skip("Pillow reads none")
-    pixels = values(black, white, dtype)
+    pixels = values(max(0, black) if dtype == np.uint16 else black, white, dtype)
     path = tiff(tmp_path / "a.tif", pixels, order)
     assert np.array_equal(gray(path, (black, white)), wanted(pixels, black, white))
     assert gray(path, (black, (black + white) / 2)).max() == 255  # what is brighter than white is white
 
 
-def test_numbers_without_a_sign_of_32_bits_are_what_they_are(tmp_path):
-    """Pillow takes the upper half of them for negative ones."""
-    pixels = values(0, 2**32 - 1, np.uint32)
-    path = tiff(tmp_path / "a.tif", pixels)
-    assert np.array_equal(gray(path, (0, 2.0**32 - 1)), wanted(pixels, 0, 2**32 - 1))
-
-
-def test_zero_is_white_where_a_file_of_16_bits_says_so(tmp_path):
-    pixels = values(0, 65535, np.uint16)
-    path = tiff(tmp_path / "a.tif", pixels, tag262=0)
-    assert np.array_equal(gray(path), (65535 - pixels) >> 8)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "ends", "says"),
+    ("dtype", "ends", "tags"),
     [
-        (np.int16, (-1000, 3000), "whole numbers from -1000 to 3000: data.pixel_range=[-1000,3000] says"),
-        (np.int16, (0, 200), "whole numbers from 0 to 200: data.pixel_range=[0,255] says"),
-        (np.int8, (-100, 100), "whole numbers from -100 to 100: data.pixel_range=[-100,100] says"),
-        (np.uint32, (0, 4095), "32-bit numbers from 0 to 4095: data.pixel_range=[0,4095] says"),
-        (np.int32, (0, 100000), "whole numbers from 0 to 100000: data.pixel_range=[0,100000] says"),
-        (np.float64, (0, 1), "save it as PNG"),
-        (np.float16, (0, 1), "save it as PNG"),
-        (np.uint64, (0, 1), "save it as PNG"),
+        (np.int16, (-1000, 3000), {}),
+        (np.int8, (-100, 100), {}),
+        (np.uint32, (0, 4095), {}),
+        (np.int32, (0, 100000), {}),
+        (np.uint16, (0, 65535), {"tag262": 0}),  # 0 is white
     ],
 )
-def test_what_tells_no_black_and_white_is_refused(tmp_path, dtype, ends, says):
-    path = tiff(tmp_path / "a.tif", values(*ends, dtype))
-    with pytest.raises(ValueError, match=re.escape(says)):
-        read_image(str(path), 3)
+def test_numbers_of_other_kinds_are_refused(tmp_path, dtype, ends, tags):
+    path = tiff(tmp_path / "a.tif", values(*ends, dtype), **tags)
+    for pixel_range in (None, ends):
+        with pytest.raises(ValueError, match="save it as PNG of 8 or 16 bits"):
+            gray(path, pixel_range)
+
+
+def test_twelve_bits_in_a_file_are_refused(tmp_path):
+    high = np.random.default_rng(0).integers(0, 4096, (6, 4))
+    pairs = high.reshape(-1, 2)
+    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], -1)
+    tags = {256: 4, 257: 6, 258: 12, 259: 1, 262: 1, 273: 146, 277: 1, 278: 6, 279: packed.size, 284: 1, 339: 1}
+    rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + rows + bytes(4)
+    (tmp_path / "a.tif").write_bytes(head.ljust(146, b"\0") + packed.astype(np.uint8).tobytes())
+    with pytest.raises(ValueError, match="12"):
+        gray(tmp_path / "a.tif")
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
@@ -144,16 +127,6 @@ def test_of_colour_with_16_bits_65535_is_white(tmp_path, channels):
         assert np.array_equal(read_image(str(tiff(tmp_path / "a.tif", pixels)), 3).numpy(), found)
 
 
-def test_bytes_stay_what_they_are_whatever_the_range_is(tmp_path):
-    pixels = values(0, 255, np.uint8)
-    for mode in ("L", "RGB", "CMYK", "P", "1", "LA"):
-        image = Image.fromarray(pixels).convert(mode)
-        file = io.BytesIO()
-        image.save(file, "TIFF" if mode == "CMYK" else "PNG")
-        (tmp_path / mode).write_bytes(file.getvalue())
-        assert np.array_equal(gray(tmp_path / mode, (0, 4095)), np.asarray(image.convert("L")))
-
-
 def photo_set(root, pixels):
     for label, name in enumerate("ab"):
         for number in range(5):
@@ -169,7 +142,6 @@ def photo_set(root, pixels):
             r"16-bit numbers.* images .* from 0 to 4000 of 65535: .*=\[0,4095\] ",
         ),
         (lambda n: values(0, 255, np.uint16, n), r"to 255 of 65535: data.pixel_range=\[0,255\]"),
-        (lambda n: values(-1024, 3000, np.int16, n), r"from -1024 to 3000: data.pixel_range=\[-1024,3000\]"),
         (lambda n: values(0, 0.1 * n, np.float32, n), r"real numbers.* to (\S+): data.pixel_range=\[0,\1\]"),
         (lambda n: values(0, 0.01 * n, np.float32, n), r"real numbers.* to 0.14 of 1: "),
         (
@@ -200,34 +172,6 @@ def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
     assert "data.pixel_range" in notes["pixels"]
     assert notes["pages"].startswith("4 of the images ")
-
-
-@pytest.mark.slow
-def test_a_run_of_12_bits_has_the_same_pixels_wherever_it_is_looked_at(tmp_path):
-    """Training, with the cache and without it, evaluation, one photo and many, and export."""
-    root = photo_set(tmp_path / "photos", lambda n: np.clip(values(0, 900, np.uint16, n) + (n >= 10) * 3000, 0, 4095))
-    words = (*QUIET, "recipe=digits", "data.name=imagefolder", f"data.root={root}", "augment.crop=resized")
-    words += (
-        "data.image_size=24",
-        "data.channels=1",
-        "epochs=3",
-        "batch_size=4",
-        "data.workers=1",
-        "data.cache_size=32",
-    )
-    refused = trainer(*words, "output=none", cwd=tmp_path)
-    assert refused.returncode == 3 and "data.pixel_range=[0,4095]" in refused.stderr
-    assert not (tmp_path / "none").exists()
-    words += ("data.pixel_range=[0,4095]",)
-    ok(*words, "output=run", cwd=tmp_path)
-    ok(*words, "output=cached", "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}", cwd=tmp_path)
-    found, cached = result(tmp_path / "run"), result(tmp_path / "cached")
-    assert re.search(r"\b16-bit\b.*\b0 .*\b4095\b", found["facts"]["pixels"])
-    assert found["val_loss"] == cached["val_loss"]
-    ok("predict", "checkpoint=run", f"data.root={root}", "output=all", cwd=tmp_path)
-    ok("predict", "checkpoint=run", f"data.root={root / 'b' / '0.tif'}", "output=one", cwd=tmp_path)
-    rows = [line for line in (tmp_path / "all" / "predictions.csv").read_text().splitlines() if "b/0.tif" in line]
-    assert (tmp_path / "one" / "predictions.csv").read_text().splitlines()[1:] == rows
 
 
 def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):

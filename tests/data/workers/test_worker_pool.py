@@ -1,7 +1,6 @@
 """Processes that read ahead: the same batches however many there are, for training and evaluation together."""
 
 import multiprocessing
-import re
 import sys
 import textwrap
 import time
@@ -12,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import get_worker_info
 
 from tests import warm
 from tests.command_line import BARE, QUIET, environment, ok
 from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
-from trainer.data import Shard
 from trainer.errors import PeerError
 from trainer.saving.weights import read_weights
 
@@ -118,14 +115,6 @@ def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
         next(kept)
 
 
-@pytest.mark.parametrize("words", [(), ("data.workers=2",)])
-def test_an_epoch_may_end_early(loading, words):
-    whole, loader = epoch(loading(photo_sets(), "accumulate=2")), loading(photo_sets(), "accumulate=2", *words)
-    found = [(x.inputs.clone(), x.targets.clone()) for x in loader.training(0, 1, 2)]
-    assert len(whole) == 6 and same(found, whole[2:4])
-    assert alike(evaluated(loader), evaluated(loading(photo_sets(), "accumulate=2")))
-
-
 def test_failures_are_counted_when_their_batch_is_used(loading):
     words = ("data.on_error=skip", "batch_size=4")
     inline = loading(photo_sets(broken=(3, 4)), *words)
@@ -152,24 +141,6 @@ def test_batches_come_in_order_whoever_was_slow(loading):
     assert same(epoch(loading(sets, "batch_size=2", "data.workers=4")), epoch(plain))
 
 
-class Asking(Items):
-    def __getitem__(self, index):
-        info = get_worker_info()
-        pixels = torch.zeros(3, 20, 30, dtype=torch.uint8)
-        mine = info is not None and info.dataset.count == self.count
-        return pixels, 0 if info is None else 1 + info.id + 10 * info.num_workers + 100 * mine
-
-
-def test_a_users_data_set_knows_that_a_worker_reads_it(loading):
-    sets = photo_sets()
-    sets.train.items, sets.val.items = Asking(24), Asking(7)
-    assert {int(t) for _, targets in epoch(loading(sets)) for t in targets} == {0}
-    loader = loading(sets, "data.workers=2")
-    for batches in (epoch(loader), [(batch.inputs, batch.targets) for batch in loader.evaluation()]):
-        found = {int(t) for _, targets in batches for t in targets}
-        assert found <= {121, 122} and found
-
-
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
 def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(error, loading, monkeypatch):
     start, kills = ForkServerProcess._Popen, [error]
@@ -186,21 +157,6 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(er
         epoch(loading(photo_sets(), "data.workers=1"))
 
 
-def test_a_long_order_never_blocks_who_asks(loading):
-    """Indices lie in shared memory: those of a batch are more than a pipe holds."""
-    sets = photo_sets(20_000)
-    loader = loading(sets, "batch_size=20000", "data.workers=1", shard=Shard(targets=False))
-    keys = [(0, 0, np.arange(20_000))] * 3
-    loader._train._readers.read(keys)
-    loader._train._readers.prefetch(keys)
-    loader.close()
-
-
-def test_memory_and_processes_are_told(loading):
-    assert loading(photo_sets()).workers_in_words() is None
-    assert re.match("2 processes .*5 batches .*0 MiB", loading(photo_sets(), "data.workers=2").workers_in_words())
-
-
 @pytest.mark.slow
 def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
@@ -214,8 +170,8 @@ def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
     assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
 
 
-def _photos(root, copies=1):
-    """Two classes of nine photos, each `copies` times to train on."""
+def _photos(root):
+    """Two classes of nine photos."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in "ab":
@@ -223,8 +179,6 @@ def _photos(root, copies=1):
             for n in range(9):
                 pixels = generator.integers(0, 256, (80, 100, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
-                for copy in range(1, copies if split == "train" else 1):
-                    (root / split / name / f"{n}-{copy}.jpg").hardlink_to(root / split / name / f"{n}.jpg")
 
 
 @pytest.mark.slow

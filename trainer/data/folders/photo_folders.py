@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from trainer import tasks
-from trainer.data.encoded import EncodedPhotos, encoded, header_file
+from trainer.data.encoded import EncodedPhotos, header_file
 from trainer.data.folders.layout import (
     Before,
     check_several,
@@ -27,7 +27,6 @@ from trainer.data.folders.layout import (
     part_named,
 )
 from trainer.data.folders.scanning import LeftOut, few
-from trainer.data.photos import libjpeg
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
 from trainer.data.photos.pixel_range import PixelValues, wanted_of
@@ -236,15 +235,11 @@ def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, eva
     images = torch.empty(len(folder), size, size, channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
     # In one thread: images are so small that several contend for the interpreter lock and take longer.
-    with libjpeg.heard() if recipe.data.check == "full" else nullcontext() as complaint:
-        for index in range(len(folder)):
-            try:
-                images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
-                if complaint:
-                    libjpeg.decode_whole(encoded(folder.address(index)))
-                    failures |= {index: why} if (why := complaint()) else {}
-            except Exception as error:  # decoders raise anything at all
-                failures[index] = reason(error)
+    for index in range(len(folder)):
+        try:
+            images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
+        except Exception as error:  # decoders raise anything at all
+            failures[index] = reason(error)
     named = tuple((folder.where(index), failures[index]) for index in sorted(failures))
     if named and recipe.data.on_error == "stop":
         raise unreadable(named, len(folder))

@@ -20,9 +20,8 @@ JUNK = (  # in small letters
 NEEDS = {  # what it takes to read other kinds of photos
     **dict.fromkeys((".heic", ".heif", ".heics", ".heifs", ".hif"), "pip install pillow-heif"),
     **dict.fromkeys((".avif", ".webp"), "pip install --upgrade pillow"),
-    ".jxl": "pip install pillow-jxl-plugin",
     **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"), "export them as JPEG"),
-    **dict.fromkeys((".svg", ".psd", ".pdf", ".eps", ".ai"), "export them as PNG"),
+    **dict.fromkeys((".svg", ".psd", ".pdf", ".eps", ".ai", ".jxl", ".tga"), "export them as PNG"),
 }
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.sets import PhotoSource, TensorSpec
+from trainer.data.sets import TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.tasks import Classification, Task
 
@@ -44,11 +44,6 @@ class Targets:
     names: tuple[str, ...]
     spec: TensorSpec
 
-    @property
-    def dense(self) -> bool:
-        """Whether each pixel of an image has a target."""
-        return len(self.spec.shape) > 1
-
     def checked(self, target: Any) -> Tensor | int:
         """A sample's target. Raises ValueError."""
         plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
@@ -58,34 +53,3 @@ class Targets:
         if tensor.shape != self.spec.shape or torch.promote_types(tensor.dtype, self.spec.dtype) != self.spec.dtype:
             raise ValueError(f"its target is {TensorSpec.of(tensor[None])}, and that of others {self.spec}")
         return tensor
-
-    def checked_image(self, image: Tensor, size: int | None) -> Tensor:
-        """An image (C, H, W) that fits its target. Raises ValueError."""
-        if self.dense and image.shape[-2:] != (size, size):
-            height, width = image.shape[-2:]
-            raise ValueError(f"its image is {height} x {width}, and those of others {size} x {size}")
-        return image
-
-
-class TaskSource:
-    """A user's own source, whose targets are checked against the task; `labels` are known without reading."""
-
-    labels: Any
-
-    def __init__(self, source: PhotoSource, targets: Targets, size: int, labels: Tensor | None) -> None:
-        """`labels` are those of all samples, where the source has them."""
-        self.source, self.targets, self.size = source, targets, size
-        if labels is not None:
-            self.labels = labels.numpy()
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def where(self, index: int) -> str:
-        return self.source.where(index)
-
-    def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        image, label = self.source.read(index, channels)
-        known = getattr(self, "labels", None)
-        target = self.targets.checked(label) if known is None else torch.as_tensor(known[index])
-        return self.targets.checked_image(image, self.size), target

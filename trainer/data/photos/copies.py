@@ -7,23 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PART = 2**24  # bytes of pinned memory for a part of a large set
-
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
     """An asynchronous copy."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-def set_on_device(values: Tensor, device: torch.device) -> Tensor:
-    """The same for a whole set, part by part: torch keeps pinned memory."""
-    if device.type != "cuda":
-        return values.to(device)
-    copied = torch.empty_like(values, device=device)
-    rows = max(1, PART * len(values) // max(1, values.nbytes))
-    for there, here in zip(torch.split(copied, rows), torch.split(values, rows), strict=True):
-        there.copy_(here.pin_memory(), non_blocking=True)
-    return copied
 
 
 class Copy:

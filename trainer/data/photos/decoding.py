@@ -20,21 +20,15 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.data.photos.jpeg import jpeg_pixels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of, values_of
+from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of
 from trainer.errors import text_of
 from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # What Pillow may open, whatever a file's suffix is: its readers of other formats start programs (EPS: Ghostscript), or
-# are rarely used and maintained. HEIF and JXL need a package that reads them.
-FORMATS = (
-    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000"),
-    *("TGA", "ICO", "DIB", "PCX", "SGI", "QOI"),
-)
-PLUGINS = {"pillow_heif": "register_heif_opener", "pillow_jxl": None}  # packages, and the function that registers each
-HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of such a file
+# are rarely used and maintained. HEIF needs pillow-heif.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
 XMP = b"http://ns.adobe.com/xap/1.0/\0"  # the beginning of a JPEG's segment of it
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")  # Pillow's modes with transparency
 LARGEST = 2**30  # bytes of an image file, and of its pixels
@@ -71,9 +65,8 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             return Picture(*size, partial(_jpeg, untagged(data, tags), channels, orientation))
-    if data[4:8].tobytes() == b"ftyp" and data[8:12].tobytes() in HEIF_BRANDS and "HEIF" not in formats():
-        raise ValueError("it is a HEIC photo, whatever it is called: pip install pillow-heif")
-    return Picture.of(_by_pillow(data, channels, pixel_range))
+    with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
+        return Picture.of(upright(opened, channels, pixel_range))
 
 
 def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
@@ -116,18 +109,6 @@ def _turned(image: Tensor, orientation: int) -> Tensor:
     return image.flip(flipped) if flipped else image
 
 
-def _by_pillow(data: Bytes, channels: int, pixel_range: Range | None) -> Tensor:
-    try:
-        with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-            return upright(opened, channels, pixel_range)
-    except UnidentifiedImageError:
-        if data[:4].tobytes() in TIFF:
-            raise ValueError(
-                "a TIFF that is damaged, or of a kind that is not read here, as 64 bits: save it as PNG"
-            ) from None
-        raise
-
-
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
     """Without Pillow's, about odd metadata in images that are fine."""
@@ -140,11 +121,8 @@ def without_warnings() -> Iterator[None]:
 def formats() -> tuple[str, ...]:
     """Those of `FORMATS` that Pillow can open here."""
     Image.init()
-    for package, register in PLUGINS.items():
-        with contextlib.suppress(ImportError):
-            plugin = import_module(package)
-            if register is not None:
-                getattr(plugin, register)()
+    with contextlib.suppress(ImportError):
+        import_module("pillow_heif").register_heif_opener()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -188,7 +166,7 @@ def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = N
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
         raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")
     if kind is not None and not kind.colour:
-        values = as_bytes(values_of(image, kind), kind.natural, pixel_range)
+        values = as_bytes(np.asarray(image), kind, pixel_range)
         if isinstance(clear, int):  # the value that is transparent
             values[np.asarray(image) == clear] = 255
         image = Image.fromarray(values)

@@ -1,7 +1,7 @@
-"""JPEG's decoder and encoder: torchcodec's, or torchvision's where torchcodec cannot be loaded. Both are libjpeg with
-the same pixels.
+"""JPEG's decoder: torchcodec's, or torchvision's where torchcodec cannot be loaded. Both are libjpeg with the same
+pixels.
 
-torchvision's are deprecated since 0.29. torchcodec is loaded for the first JPEG, and needs no FFmpeg for it. Since 0.16
+torchvision's is deprecated since 0.29. torchcodec is loaded for the first JPEG, and needs no FFmpeg for it. Since 0.16
 it reads images, with every torch since 2.11 that is built for the same CUDA.
 """
 
@@ -24,11 +24,10 @@ from trainer.errors import text_of
 
 
 class Codec(NamedTuple):
-    """Whose functions are used."""
+    """Whose function is used."""
 
     name: str
     decode: Callable[[Tensor, int], Tensor]  # bytes and channels; some turn as the first APP1 segment says
-    encode: Callable[[Tensor, int], Tensor]  # an image (1 or 3, H, W) uint8 and quality
     instead: str = ""  # why it is not torchcodec's
 
 
@@ -39,7 +38,9 @@ def jpeg_pixels(data: Tensor, channels: int) -> Tensor:
 
 def jpeg_bytes(image: Tensor, quality: int) -> Tensor:
     """An image (1 or 3, H, W) uint8 as a JPEG's bytes, (n,) uint8."""
-    return codec().encode(image.contiguous(), quality)
+    pixels, file = np.ascontiguousarray(image.permute(1, 2, 0).numpy()), io.BytesIO()
+    Image.fromarray(pixels[..., 0] if len(image) == 1 else pixels).save(file, "JPEG", quality=quality)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)
@@ -47,45 +48,22 @@ def codec() -> Codec:
     """The one that this process uses."""
     try:
         decode = import_module("torchcodec.decoders").decode_jpeg
-        encoder = import_module("torchcodec.encoders").JpegEncoder
     except (ModuleNotFoundError, AttributeError):
         return _without("0.16 or newer is not installed: pip install --upgrade torchcodec")
     except Exception as error:  # built for another CUDA, it raises anything at all
         why = text_of(error.__cause__ or error).partition("\n")[0]
         return _without(f"it cannot be loaded ({why}): install the one of the index that torch came from")
-    return Codec(
-        "torchcodec",
-        lambda data, channels: decode(data, mode="RGB" if channels == 3 else "GRAY"),
-        lambda image, quality: encoder(image).to_tensor(quality=quality),
-    )
+    return Codec("torchcodec", lambda data, channels: decode(data, mode="RGB" if channels == 3 else "GRAY"))
 
 
 def _without(why: str) -> Codec:
-    if hasattr(torchvision_io, "decode_jpeg"):
-        return Codec("torchvision", _torchvision_decode, _torchvision_encode, why)
-    return Codec("Pillow", _refuse, _pillow_encode, why)
+    return Codec("torchvision" if hasattr(torchvision_io, "decode_jpeg") else "Pillow", _torchvision_decode, why)
 
 
 def _torchvision_decode(data: Tensor, channels: int) -> Tensor:
+    if not hasattr(torchvision_io, "decode_jpeg"):
+        raise RuntimeError("only Pillow can read it here")  # which it then does
     mode = torchvision_io.ImageReadMode.RGB if channels == 3 else torchvision_io.ImageReadMode.GRAY
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         image: Tensor = torchvision_io.decode_jpeg(data, mode=mode)
     return image
-
-
-def _torchvision_encode(image: Tensor, quality: int) -> Tensor:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        data: Tensor = torchvision_io.encode_jpeg(image, quality)
-    return data
-
-
-def _refuse(data: Tensor, channels: int) -> Tensor:
-    raise RuntimeError("only Pillow can read it here")  # which it then does
-
-
-def _pillow_encode(image: Tensor, quality: int) -> Tensor:
-    pixels, file = image.permute(1, 2, 0).numpy(), io.BytesIO()
-    Image.fromarray(pixels[..., 0] if len(image) == 1 else np.ascontiguousarray(pixels)).save(
-        file, "JPEG", quality=quality
-    )
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)

@@ -14,6 +14,7 @@ from torch import Tensor
 Box = tuple[int, int, int, int]  # top, left, height, width, in pixels of the whole image
 
 FACTORS = (8, 4, 2)  # by which a decoder may scale an image down
+LONGEST = 1000  # times the shorter side: what is longer would fill the memory once it is enlarged
 FINE = 128  # pixels along a side that are decoded at least: a box begins at a whole pixel
 
 
@@ -39,7 +40,9 @@ class Picture:
         return image[:, top : top + height, left : left + width]
 
     def whole(self, least: int) -> Tensor:
-        """All of it, as `pixels`."""
+        """All of it, as `pixels`. Raises ValueError too."""
+        if max(self.height, self.width) > LONGEST * min(self.height, self.width):
+            raise ValueError(f"{self.width} x {self.height} pixels are a stripe, no photo: cut it")
         return self.pixels((0, 0, self.height, self.width), least)
 
     @classmethod

@@ -25,7 +25,6 @@ from trainer.recipe import AugmentRecipe
 
 TINY = 64  # images of this size and less are not cropped for evaluation
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes uint8 directly
-LONGEST = 32  # times the shorter side: what is longer is cut before it is enlarged
 NEIGHBOURS = 100  # further samples that are tried in place of one that cannot be read
 
 # Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
@@ -56,20 +55,9 @@ def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
 def centre_cut(images: Tensor, size: int, shorter: int) -> Tensor:
     """Images (..., C, H, W) with their shorter side resized to `shorter`, and `size` x `size` cut out of the centre."""
     if min(images.shape[-2:]) != shorter:
-        images = resized(middle_of_stripe(images, shorter), [shorter])
+        images = resized(images, [shorter])
     centre: Tensor = vision.center_crop(images, [size, size])
     return centre
-
-
-def middle_of_stripe(images: Tensor, shorter: int) -> Tensor:
-    """The middle of stripes (..., C, H, W), which whole would fill the memory once their shorter side is enlarged to
-    `shorter`; other images as they are. The centre stays where it was."""
-    short = min(images.shape[-2:])
-    if short >= shorter or max(images.shape[-2:]) <= LONGEST * short:
-        return images
-    sides = [side - max(0, side - LONGEST * short) // 2 * 2 for side in images.shape[-2:]]
-    part: Tensor = vision.center_crop(images, sides)
-    return part
 
 
 def shorter_side(size: int) -> int:
@@ -259,16 +247,6 @@ class Reader:
             return prepare(self.as_picture(image)), label, []
         except Exception as error:  # decoders and users' data sets raise anything at all
             return None, 0, [(self.source.where(sample), reason(error))]
-
-
-class DenseReader(Reader):
-    """For images with a target for each pixel: they are neither resized nor cropped."""
-
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
-        return lambda row, picture: self._for_evaluation(picture)
-
-    def _for_evaluation(self, picture: Picture) -> Tensor:
-        return picture.whole(max(picture.height, picture.width)).permute(1, 2, 0)
 
 
 class PlainReader(Reader):

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from trainer.data.class_names import class_names, merged, shared_depth
+from trainer.data.class_names import class_names, shared_depth
 from trainer.data.encoded import EncodedPhotos, in_shard
 from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import divided, photos
@@ -27,13 +27,14 @@ from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
 from trainer.saving import files
+from trainer.saving.files import portable
+from trainer.tasks.classification import class_name
 from trainer.telemetry.progress import Progress
 
 SUFFIXES = (".tar", ".parquet")
 ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
 LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
-DIGITS = 10  # of a class's number, that are read: longer ones are refused as so many classes
 THREADS = 16  # that make indexes: they wait for the disk
 
 Found = tuple[ShardFile, ShardIndex]
@@ -144,9 +145,8 @@ def classes_of(root: Path, indexes: Sequence[ShardIndex], held_out: Array) -> tu
     if not told:
         texts, codes = [*folders[0], *folders[1]], inside + len(paths) * held_out
     elif all(re.fullmatch(r"-?\d+", text) for text in texts):
-        labels = _of([int(text[:DIGITS]) if text.isdecimal() else -1 for text in texts], codes)
-        names, places, notes = merged(_names(root, indexes, labels))
-        return names, _of(places, labels), notes
+        labels = _of([_number(text) for text in texts], codes)
+        return [portable(class_name(name)) for name in _names(root, indexes, labels)], labels, {}
     here, there = ({texts[code] for code in np.unique(codes[part]) if code >= 0} - {""} for part in parts)
     named = class_names(here, there)
     if here and (odd := sorted(there - {*named.places})):
@@ -184,6 +184,11 @@ def _joined(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[li
 def _of(values: Sequence[int], codes: Array) -> Array:
     """The value at each code; -1 at -1."""
     return np.array([*values, -1], np.int64)[codes]
+
+
+def _number(text: str) -> int:
+    """A class's number; -1 where it is none. One that no set has so many classes for is refused by its size."""
+    return int(text.lstrip("0")[:10] or 0) if text.isdecimal() else -1
 
 
 def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:

@@ -1,29 +1,66 @@
-"""A pool of loader workers, which are asked for batches ahead of their use and fill them into shared memory."""
+"""Loader workers, which are asked for batches ahead of their use and fill them into buffers in shared memory."""
 
 from __future__ import annotations
 
 import pickle
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.data.photos.decoding import reason
-from trainer.data.photos.photo_reader import Key, Report
-from trainer.data.sets import PhotoSource
+from trainer.data.photos.photo_reader import Key, Reader, Report
+from trainer.data.sets import Datasets, PhotoSource, TensorSpec
 from trainer.data.workers.worker_counts import PREFETCH, slots
-from trainer.data.workers.worker_process import MESSAGE, Buffers, Filled, Readers, serve
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
+from trainer.processes.resources import PHOTOS, keep_freed_memory
 
+MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
 POLL = 1.0  # seconds between two checks that the workers live
+
+
+class Buffers(NamedTuple):
+    """Slots for batches: inputs (slots, rows, ...), labels (slots, rows, ...), and indices (slots, rows) to read."""
+
+    inputs: Tensor
+    labels: Tensor
+    order: Tensor
+
+    @classmethod
+    def allocate(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
+        specs = buffered(datasets), datasets.targets, TensorSpec((), torch.int64)
+        buffers = cls(*(torch.zeros(count, rows, *spec.shape, dtype=spec.dtype) for spec in specs))
+        for tensor in buffers if shared else ():
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return buffers
+
+
+def buffered(datasets: Datasets) -> TensorSpec:
+    """A sample's inputs in a buffer."""
+    size = datasets.image_size
+    return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
+
+
+Readers = Callable[[Buffers], Sequence[Reader]]  # makes a reader of each source, which fills these buffers
+
+
+class Filled(NamedTuple):
+    """A batch in a slot, which is the caller's until it asks for the next batch."""
+
+    inputs: Tensor
+    labels: Tensor
+    report: Report
 
 
 class InProcess:
@@ -47,13 +84,15 @@ class InProcess:
         pass
 
 
+@dataclass(eq=False)
 class Request:
     """A batch that a worker has been asked for."""
 
-    def __init__(self, key: Key, worker: Worker, slot: int) -> None:
-        self.key, self.worker, self.slot = key, worker, slot
-        self.report: Report | None = None
-        self.wanted = True
+    key: Key
+    worker: Worker
+    slot: int
+    report: Report | None = None
+    wanted: bool = True
 
 
 class Worker:
@@ -139,8 +178,8 @@ class Workers:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self._processes)
-        for rest in (self._workers, self._processes):
-            rest.clear()
+        self._workers.clear()
+        self._processes.clear()
 
     def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
         left = len(keys)
@@ -174,7 +213,9 @@ class Workers:
             if self._asked and self._asked[0].report is not None:
                 return self._asked.popleft()
             if waited >= self._timeout:
-                raise PeerError(self._late(key))
+                worker = self._asked[0].worker if self._asked else next(each for each in self._workers if each.requests)
+                late = f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds"
+                raise PeerError(self._failure(key, late))
             self._listen(min(POLL, self._timeout - waited))
             waited += min(time.perf_counter() - start, 2 * POLL)
 
@@ -217,10 +258,7 @@ class Workers:
             context = fork_server.context("torchvision", "trainer.data.photos.photo_reader")
             buffers = self._allocate(slots(number + 1) - slots(number) if number else slots(1))
             ours, theirs = context.Pipe()
-            info = {"id": number, "num_workers": self.count}
-            process = context.Process(
-                target=serve, args=(theirs, self._readers(buffers), buffers.order, info), daemon=True
-            )
+            process = context.Process(target=serve, args=(theirs, self._readers(buffers), buffers.order), daemon=True)
             fork_server.start(process)
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
             by_name = [source for source in self._sources if not getattr(source, "by_value", True)]
@@ -245,27 +283,35 @@ class Workers:
 
     def _died(self, worker: Worker) -> str:
         worker.process.join(POLL)
-        time.sleep(0.1)  # what killed it may have killed others
-        codes = {process.pid: process.exitcode for process in self._processes}
-        # A killed one has a negative code; one that ended because its fork server was killed has GONE.
-        if any((code or 0) > 0 and code != fork_server.GONE for code in codes.values()):
+        code = worker.process.exitcode or 0
+        if code > 0 and code != fork_server.GONE:  # a killed one has a negative code, or that of its fork server's end
             return (
                 "loader workers failed to start, their error is above; they import the script that trains: "
                 'it needs if __name__ == "__main__": around train(...), or data.workers=0'
             )
-        pids = [str(pid) for pid, code in codes.items() if code] or [str(worker.process.pid)]
-        return self._failure(worker.requests[0].key, f"{', '.join(pids)} died (killed, or out of memory)")
-
-    def _late(self, key: Key) -> str:
-        busy = [worker for worker in self._workers if worker.requests]
-        worker = self._asked[0].worker if self._asked else busy[0]
-        return self._failure(key, f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds")
+        time.sleep(0.1)  # what killed it may have killed others
+        dead = ", ".join(str(each.pid) for each in self._processes if each.exitcode) or worker.process.pid
+        return self._failure(worker.requests[0].key, f"{dead} died (killed, or out of memory)")
 
     def _failure(self, key: Key, what: str) -> str:
-        part, _, index = key
-        source = self._sources[part]
+        source, index = self._sources[key[0]], key[2]
         first = f" from {source.where(int(index[0]) % len(source))} on" if len(index) else ""
-        return f"loader worker {what} while reading {len(index)} samples{first}; data.workers=0 reads in this process"
+        reading = f"while reading {len(index)} samples{first}; data.workers=0 reads in this process"
+        return f"loader worker {what} {reading}"
+
+
+def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> None:
+    """A worker, until its pipe is closed at the other end."""
+    fork_server.begin_worker()
+    keep_freed_memory(PHOTOS)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
+            index = order[slot, :count].numpy().copy()
+            connection.send(readers[part].fill(slot, None if epoch < 0 else epoch, index))
+        except (EOFError, OSError):
+            return
 
 
 def _kill(processes: list[BaseProcess]) -> None:

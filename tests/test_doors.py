@@ -28,14 +28,14 @@ from torchvision.transforms.v2 import functional as vision
 
 import trainer
 from tests.command_line import QUIET, ok
-from tests.data.shards.making import parquet, tarred
+from tests.data.archives.making import parquet, tarred
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
 from trainer.commands import export
 from trainer.data import class_names
 from trainer.data import registered as registered_sets
+from trainer.data.archives import opening as shards_opening
 from trainer.data.photos import decoding
-from trainer.data.shards import opening as shards_opening
 from trainer.errors import SetupError
 from trainer.models.small import fast_cnn
 

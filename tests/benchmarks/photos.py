@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, io, transforms
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data import Loader, Shard, open_datasets
+from trainer.data import DataShare, Loader, open_datasets
 from trainer.data.cache import cached
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.recipe import load
@@ -108,7 +108,7 @@ def ours(root: Path, size: int, closing: ExitStack, *words: str) -> Callable[[in
     plain += [f"batch_size={size}", f"data.image_size={SIZE}", "augment.crop=resized", "augment.hflip=0.5"]
     recipe = load(None, *plain, f"data.workers={WORKERS}", *words)
     data, recipe = cached(open_datasets(recipe), recipe, locate(recipe), print, closing)
-    loader = Loader(data, recipe, task_of(recipe, data), Shard(), torch.device("cpu"))
+    loader = Loader(data, recipe, task_of(recipe, data), DataShare(), torch.device("cpu"))
     closing.callback(loader.close)
 
     def epoch(number: int) -> float:

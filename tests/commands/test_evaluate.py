@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from tests.command_line import QUIET, ok, result, torchrun
+from tests.data.archives.making import tarred
 from tests.data.photo_folders import coloured
-from tests.data.shards.making import tarred
 from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
 from trainer.data.folders.layout import Before

@@ -9,7 +9,7 @@ import torch
 from tests.command_line import QUIET, losses, ok, trainer
 from tests.data.photo_folders import coloured
 from trainer import tasks
-from trainer.data import Loader, Shard, open_datasets
+from trainer.data import DataShare, Loader, open_datasets
 from trainer.errors import RecipeError
 from trainer.recipe import load
 
@@ -28,7 +28,7 @@ def rare(tmp_path_factory):
 def drawn(recipe):
     data = open_datasets(recipe)
     task = tasks.create(recipe, data.classes, None)
-    loader = Loader(data, recipe, task, Shard(), torch.device("cpu"))
+    loader = Loader(data, recipe, task, DataShare(), torch.device("cpu"))
     batches = list(loader.training(0))
     loader.close()
     return torch.cat([batch.targets for batch in batches]), torch.cat([batch.inputs for batch in batches])

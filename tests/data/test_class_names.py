@@ -5,10 +5,10 @@ import unicodedata
 import numpy as np
 import pytest
 
+from tests.data.archives.conftest import kept  # noqa: F401
+from tests.data.archives.making import in_folders, jpeg, opened, parquet, tarred
 from tests.data.photo_folders import opened as opened_folder
 from tests.data.photo_folders import photo
-from tests.data.shards.conftest import kept  # noqa: F401
-from tests.data.shards.making import in_folders, jpeg, opened, parquet, tarred
 from trainer.data.class_names import class_names
 from trainer.errors import SetupError
 from trainer.models import zoo

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.shards.making import in_folders, tarred
-from trainer.data.encoded import encoded, header_file, identity, in_shard
+from tests.data.archives.making import in_folders, tarred
+from trainer.data.archives import tars
+from trainer.data.archives.indexes import Archive
+from trainer.data.archives.opening import ArchivedPhotos
+from trainer.data.encoded import encoded, header_file, identity, in_archive
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_encoded
-from trainer.data.shards import tars
-from trainer.data.shards.indexes import ShardFile
-from trainer.data.shards.opening import ShardPhotos
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def pair(tmp_path):
     for name, data in members:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    shard = ShardFile.of(tarred(tmp_path / "a.tar", members))
+    shard = Archive.of(tarred(tmp_path / "a.tar", members))
     index = tars.look(shard)
     names, labels = [name for name, _ in members], np.arange(3)
-    begins, rows = [in_shard(shard, tars.KIND)], np.zeros(3, np.int32)
-    inside = ShardPhotos(tmp_path, [f"a.tar/{name}" for name in names], labels, begins, rows, index.places)
+    begins, rows = [in_archive(shard, tars.KIND)], np.zeros(3, np.int32)
+    inside = ArchivedPhotos(tmp_path, [f"a.tar/{name}" for name in names], labels, begins, rows, index.places)
     return PhotoFolder(tmp_path, names, labels), inside
 
 
@@ -54,4 +54,4 @@ def test_an_identity_changes_with_the_file(pair):
     address = inside.address(0)
     shard = Path(os.fsdecode(address.partition(b"\0")[0]))
     os.utime(shard, ns=(1, 1))
-    assert in_shard(ShardFile.of(shard), tars.KIND) not in address and identity(address) == address
+    assert in_archive(Archive.of(shard), tars.KIND) not in address and identity(address) == address

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests import warm
 from tests.command_line import environment
-from trainer.data import Datasets, ImageSet, Loader, Shard, loaders, open_datasets, sampling, steps_per_epoch
+from trainer.data import Datasets, DataShare, ImageSet, Loader, loaders, open_datasets, sampling, steps_per_epoch
 from trainer.data.folders.targets import Targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
@@ -96,7 +96,7 @@ class Loading:
 
     def __call__(self, sets, *words, shard=None):
         recipe = load(None, "batch_size=8", "data.workers=0", "timeout=30", *_last(words))
-        self.made.append(Loader(sets, recipe, task_of(recipe, sets), shard or Shard(), CPU))
+        self.made.append(Loader(sets, recipe, task_of(recipe, sets), shard or DataShare(), CPU))
         return self.made[-1]
 
 
@@ -130,7 +130,7 @@ def sharded(loading, sets, shards, pieces, *words):
     """An epoch read by several shards, put together to global batches."""
     parts = []
     for index in range(shards):
-        loader = loading(sets, f"accumulate={pieces}", *words, shard=Shard(index, shards))
+        loader = loading(sets, f"accumulate={pieces}", *words, shard=DataShare(index, shards))
         parts.append(epoch(loader, 1))
     steps = len(parts[0]) // pieces
     rows = [[part[step * pieces + piece] for piece in range(pieces) for part in parts] for step in range(steps)]
@@ -175,7 +175,7 @@ def test_evaluation_counts_each_sample_once(loading, sets, shards):
     for samples in range(1, 18):
         seen, batches = [], set()
         for index in range(shards):
-            loader = loading(sets(val=samples), f"batch_size={4 * shards}", shard=Shard(index, shards))
+            loader = loading(sets(val=samples), f"batch_size={4 * shards}", shard=DataShare(index, shards))
             found = list(loader.evaluation())
             batches.add(len(found))
             assert all(len(batch.inputs) == len(batch.targets) == 4 for batch in found)
@@ -188,9 +188,9 @@ def test_the_last_partial_batch_is_dropped_and_too_few_images_refused(loading):
     assert loader.steps_per_epoch == 2 and len(epoch(loader)) == 2
     for every_sample in (False, True):
         with pytest.raises(RecipeError, match=r"\b7 training images .*\bbatch_size=6\b"):
-            steps_per_epoch(7, load(None, "batch_size=8", "augment.mixup=1.0"), Shard(every_sample=every_sample))
+            steps_per_epoch(7, load(None, "batch_size=8", "augment.mixup=1.0"), DataShare(every_sample=every_sample))
         with pytest.raises(RecipeError, match=r"\b7 training images .*\b8\b"):
-            steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), Shard(0, 4, every_sample=every_sample))
+            steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), DataShare(0, 4, every_sample=every_sample))
 
 
 class Drawers:
@@ -215,7 +215,7 @@ def drawer_sets(train=24, val=7):
 
 def without_images(loading, sets, *words, **shard):
     """A loader that needs no images, its targets, and those of its evaluation with their counts."""
-    loader = loading(sets, *words, shard=Shard(inputs=False, **shard))
+    loader = loading(sets, *words, shard=DataShare(inputs=False, **shard))
     batches = list(loader.training(1, 1))
     held_out = list(loader.evaluation())
     assert all(batch.inputs.numel() == 0 for batch in [*batches, *held_out])
@@ -232,7 +232,7 @@ def same_targets(a, b):
 @pytest.mark.parametrize(("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (1, 2, True)])
 @pytest.mark.parametrize(("sets", "source"), [(memory_sets, memory_sets), (photo_sets, drawer_sets)])
 def test_labels_alone_are_those_of_the_whole_batches(loading, sets, source, words, index, count, every_sample):
-    loader = loading(sets(), *words, shard=Shard(index, count, every_sample=every_sample))
+    loader = loading(sets(), *words, shard=DataShare(index, count, every_sample=every_sample))
     targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]
     held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
     parts = {"index": index, "count": count, "every_sample": every_sample}
@@ -268,7 +268,7 @@ def test_a_shard_in_the_middle_reads_nothing(loading, sets, words, every_sample)
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
 def test_images_alone_are_those_of_the_whole_batches(loading, sets):
     whole = epoch(loading(sets(), *AUGMENT))
-    loader = loading(sets(), *AUGMENT, shard=Shard(targets=False))
+    loader = loading(sets(), *AUGMENT, shard=DataShare(targets=False))
     images = epoch(loader)
     assert all(targets.numel() == 0 for _, targets in images)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole, images, strict=True))
@@ -277,7 +277,7 @@ def test_images_alone_are_those_of_the_whole_batches(loading, sets):
 
 def every(loading, sets, count, *words):
     """An epoch of every sample, a list of batches a shard."""
-    shards = [Shard(index, count, every_sample=True) for index in range(count)]
+    shards = [DataShare(index, count, every_sample=True) for index in range(count)]
     return [epoch(loading(sets, *words, shard=shard), 1) for shard in shards]
 
 
@@ -328,9 +328,9 @@ def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha,
 )
 def test_steps_of_an_epoch_with_every_sample(loading, samples, batch_size, count, pieces, steps):
     recipe = load(None, f"batch_size={batch_size}", f"accumulate={pieces}")
-    shards = [Shard(index, count, every_sample=True) for index in range(count)]
+    shards = [DataShare(index, count, every_sample=True) for index in range(count)]
     assert {steps_per_epoch(samples, recipe, shard) for shard in shards} == {steps}
-    assert steps_per_epoch(samples, recipe, Shard(0, count)) == samples // batch_size
+    assert steps_per_epoch(samples, recipe, DataShare(0, count)) == samples // batch_size
     loader = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", f"accumulate={pieces}", shard=shards[0])
     assert loader.steps_per_epoch == steps and loader.samples_per_step == samples / steps
 
@@ -346,7 +346,7 @@ def test_steps_of_an_epoch_with_every_sample(loading, samples, batch_size, count
 def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
     samples, batch_size, count, pieces, remedy
 ):
-    shard = Shard(0, count, every_sample=True)
+    shard = DataShare(0, count, every_sample=True)
     words = [f"batch_size={batch_size}", f"accumulate={pieces}"]
     with pytest.raises(RecipeError, match=rf"{samples} training images over {count} processes .*; {remedy}$") as error:
         steps_per_epoch(samples, load(None, *words), shard)
@@ -460,7 +460,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
             next(batches)
         if __name__ == "__main__":
             recipe = t.load(None, "batch_size=8", "data.workers=2")
-            batches = t.Loader(t.photo_sets(), recipe, None, t.Shard(), t.CPU).training(0)
+            batches = t.Loader(t.photo_sets(), recipe, None, t.DataShare(), t.CPU).training(0)
             first = threading.Thread(target=begin)
             first.start()
             first.join()
@@ -540,11 +540,11 @@ def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
 def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch):
     asked = []
     monkeypatch.setattr(loaders, "check_shared_memory", asked.append)
-    for shard in (Shard(inputs=False), Shard(inputs=False, targets=False)):
+    for shard in (DataShare(inputs=False), DataShare(inputs=False, targets=False)):
         loading(drawer_sets(), "data.workers=2", shard=shard)
         loading(memory_sets(), "data.workers=2", shard=shard)
     assert asked == []
-    loading(drawer_sets(), "data.workers=2", shard=Shard(targets=False))
+    loading(drawer_sets(), "data.workers=2", shard=DataShare(targets=False))
     assert asked == [5 * 8 * (16 * 16 * 3 + 8 + 8)]  # slots, rows, bytes of pixels, label and index
 
 

@@ -11,9 +11,9 @@ from torchvision.transforms.v2 import functional as vision
 from trainer import tasks
 from trainer.commands.predict.labelling import Preparation
 from trainer.data import (
+    DataShare,
     LabelledSource,
     Loader,
-    Shard,
     TensorSet,
     datasets,
     open_datasets,
@@ -136,7 +136,7 @@ def test_dense_targets_lie_under_their_images(names, monkeypatch):
     register_dataset("mine")(lambda data: ((images, targets), (images, targets), ["x"]))
     recipe = load(None, "data.name=mine", "task.name=own", "batch_size=4")
     found = open_datasets(recipe)
-    loader = Loader(found, recipe, None, Shard(), torch.device("cpu"))
+    loader = Loader(found, recipe, None, DataShare(), torch.device("cpu"))
     for batches in (loader.training(0), loader.evaluation()):
         batch = next(batches)
         pixels = batch.inputs[:, 0] * found.std[0] + found.mean[0]

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from tests.command_line import QUIET, losses, ok, result
+from tests.data.archives.making import parquet, tarred
 from tests.data.photo_folders import coloured
-from tests.data.shards.making import parquet, tarred
 
 COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}
 WORDS = [

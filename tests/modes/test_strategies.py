@@ -378,7 +378,7 @@ def test_ddp_is_gone_before_its_process_group(group):
 
 
 def test_buffers_are_broadcast_only_where_a_training_step_reads_them():
-    """Batch norm's running statistics are written in training, and read in evaluation: after `settle`."""
+    """Batch norm's running statistics are written in training, and read in evaluation: after `sync_weights`."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     assert not read_in_training(model) and not read_in_training(nn.Linear(2, 2))
     assert not read_in_training(nn.SyncBatchNorm(4))

@@ -89,7 +89,7 @@ def test_traits_go_together(mode):
     assert traits.staged or not traits.micro_batches
     assert traits.staged == (traits.exchanges == "activations")
     assert not traits.reference or (traits.single_device and traits.same_maths and traits.exchanges == "nothing")
-    assert set(traits.private) <= {"model", "optimizer", "ema", "scaler"}
+    assert set(traits.per_rank_state) <= {"model", "optimizer", "ema", "scaler"}
 
 
 def test_there_is_one_reference():

@@ -236,7 +236,7 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
 def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
     folder = RunFolder(recipe(tmp_path / "run"))
     said = []
-    for name, look in (("tuning.json", folder.known), ("result.json", folder.previous_result)):
+    for name, look in (("tuning.json", folder.tuned), ("result.json", folder.previous_result)):
         assert look(said.append) == {} and not said, "there is none yet"
         path = tmp_path / "run" / name
         path.write_text("{}x")
@@ -244,9 +244,9 @@ def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
         assert look(said.append) == {}
         assert len(said) == (0 if damage == "a link to nothing" else 1)
         said.clear()
-    folder.remember({"key": 1})
+    folder.keep_tuned({"key": 1})
     folder.write_result({"status": "running"})
-    assert folder.known(said.append) == {"key": 1} and folder.previous_result(said.append) == {"status": "running"}
+    assert folder.tuned(said.append) == {"key": 1} and folder.previous_result(said.append) == {"status": "running"}
     folder.close()
 
 

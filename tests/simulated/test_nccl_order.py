@@ -20,7 +20,7 @@ from tests.simulated.nccl_order import Call, on_ranks, stuck
 from tests.worlds import gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.modes import data_shard
+from trainer.modes import data_share
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.torch_schedules import holders
 from trainer.modes.pipeline.tuning import Plan
@@ -61,7 +61,7 @@ def images(rows):
 
 def a_run(wanted, world, whole, rows):
     """What the ranks of a pipeline exchange in a run: tune, train, look at figures, evaluate, save, all of it again."""
-    shard = data_shard(wanted, world)
+    shard = data_share(wanted, world)
     own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
     batch = Batch(images(rows)[own], (torch.arange(rows) % 3)[own], rows // shard.count)
     strategy = mode_of(wanted, world, batch.inputs.shape, classes=3)
@@ -74,7 +74,7 @@ def a_run(wanted, world, whole, rows):
         strategy.grad_norm()
         strategy.figures()
         strategy.timeline()
-        strategy.settle({})
+        strategy.sync_weights({})
         strategy.train(False)
         outputs = [strategy.forward(batch.inputs) for _ in range(2)]
         whole = gathered(strategy, strategy.named_parameters())

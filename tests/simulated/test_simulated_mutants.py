@@ -370,8 +370,8 @@ OF_CARDS = {
     "devices/cuda_graphs.py StepRecorder.record: torch.cuda.synchronize(self.device)": "as torch before a capture",
     "devices/cuda_graphs.py StepRecorder._recover: torch.cuda.synchronize(self.device)": "after a driver's error",
     # Where a middle stage's backward pass still reads its input, as nothing goes back to a frozen stage before it.
-    "modes/pipeline/streams.py Edge.settle: stream.wait_stream(self.target.stream)": "of three cards and more",
-    "modes/pipeline/streams.py Edge.settle: self.source.stream.wait_stream(self.streams[0])": "likewise",
+    "modes/pipeline/streams.py Edge.order_passes: stream.wait_stream(self.target.stream)": "of three cards and more",
+    "modes/pipeline/streams.py Edge.order_passes: self.source.stream.wait_stream(self.streams[0])": "likewise",
 }
 
 

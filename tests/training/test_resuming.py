@@ -64,7 +64,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
         resolved=None,
         saver=SimpleNamespace(wait=lambda: None, error=None),
         state=SimpleNamespace(
-            strategy=SimpleNamespace(settle=lambda averages: called.append("settle")),
+            strategy=SimpleNamespace(sync_weights=lambda averages: called.append("sync_weights")),
             averages=dict,
             weights=lambda: called.append("weights"),
         ),
@@ -72,7 +72,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
     )
     with pytest.raises(PeerError):
         save(run)
-    assert called == ["settle", "heartbeat"] and not interrupts._suspended
+    assert called == ["sync_weights", "heartbeat"] and not interrupts._suspended
 
 
 @pytest.mark.parametrize("lacking", ["model", "history", "topology"])

@@ -66,7 +66,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     strategy = modes.create(Context(recipe, world, task, data.example(rows)))
     strategy.setup(model)
     strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
-    loader = Loader(data, recipe, task, strategy.shard, world.device, world.place.local_size)
+    loader = Loader(data, recipe, task, strategy.share, world.device, world.place.local_size)
     forward = replayed(strategy, lambda line: say(line) if world.is_main else None)
     forward.begin(loader.evaluation_batches)
     metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)

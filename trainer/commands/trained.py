@@ -139,7 +139,7 @@ class Trained:
         known = tuple(map(class_name, self.facts.classes or data.classes))
         if known != data.classes:
             there, here = (f"{len(names)} classes ({few(names, 8)})" for names in (known, data.classes))
-            raise CheckpointError(f"{self.path} was trained on {there}, and {data.split} holds {here}")
+            raise CheckpointError(f"{self.path} was trained on {there}, and {data.holdout} holds {here}")
         return as_stored(data, recipe)
 
     def model(

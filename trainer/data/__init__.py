@@ -1,6 +1,6 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
-It knows no model and no mode: a `Shard` says what a rank reads.
+It knows no model and no mode: a `DataShare` says what a rank reads.
 Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
 """
 
@@ -11,18 +11,19 @@ from trainer.data.registered import register_dataset
 from trainer.data.sets import (
     Batch,
     Datasets,
+    DataShare,
     Example,
     ImageSet,
     LabelledSource,
     PhotoSource,
     PictureSource,
-    Shard,
     TensorSet,
     TensorSpec,
 )
 
 __all__ = [
     "Batch",
+    "DataShare",
     "Datasets",
     "Example",
     "ImageSet",
@@ -30,7 +31,6 @@ __all__ = [
     "Loader",
     "PhotoSource",
     "PictureSource",
-    "Shard",
     "TensorSet",
     "TensorSpec",
     "as_pictures",

@@ -14,13 +14,13 @@ import torch
 
 from trainer import tasks
 from trainer.data import sampling
+from trainer.data.archives.opening import SUFFIXES, open_archives, packed_or_remote
 from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.folders.label_tables import open_table
 from trainer.data.folders.layout import NOTHING_BEFORE, Before
 from trainer.data.folders.photo_folders import open_folder, statistics
 from trainer.data.registered import UserItems, in_memory, open_registered, registered
 from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
-from trainer.data.shards.opening import SUFFIXES, open_shards, packed_or_remote
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe
@@ -142,7 +142,7 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     if data.name == "imagefolder":
         return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
     if data.name == "shards":
-        return open_shards(recipe, before)
+        return open_archives(recipe, before)
     raise RecipeError(
         f"data.name={data.name} is not a data set; known: {', '.join([*DATASETS, *registered])} "
         "(your own: register_dataset, or plugin=my_module)"
@@ -189,5 +189,5 @@ def synthetic(recipe: Recipe, samples: int, size: int, classes: int) -> Datasets
         mean=(0.5,) * channels,
         std=(0.289,) * channels,  # of a uniform distribution
         synthetic=True,
-        split="synthetic images",
+        holdout="synthetic images",
     )

@@ -20,17 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.data.archives import parquet, tars
+from trainer.data.archives.indexes import Archive
 from trainer.data.photos.decoding import Bytes, open_encoded, read_file
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import Range
-from trainer.data.shards import parquet, tars
-from trainer.data.shards.indexes import ShardFile
 from trainer.saving import files
 
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
 
-def in_shard(shard: ShardFile, kind: bytes) -> bytes:
+def in_archive(shard: Archive, kind: bytes) -> bytes:
     """The first bytes of the addresses of a shard's images."""
     return b"%b\0%b\0%d\0%d\0" % (shard.path, kind, shard.size, shard.time)
 
@@ -42,7 +42,7 @@ def encoded(address: bytes) -> Bytes:
         return read_file(path)
     kind, size, time, *place = rest
     first, second = map(int, place)
-    return READ[kind](ShardFile(path, int(size), int(time)), first, second)
+    return READ[kind](Archive(path, int(size), int(time)), first, second)
 
 
 def header_file(address: bytes) -> BinaryIO:

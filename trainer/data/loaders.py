@@ -1,4 +1,4 @@
-"""Batches for a shard: the same samples, augmented alike, for any number of shards and workers."""
+"""Batches for a share: the same samples, augmented alike, for any number of shares and workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
 from trainer.data.sampling import Array
-from trainer.data.sets import Batch, Datasets, ImageSet, PhotoSource, Shard, TensorSet
+from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, PhotoSource, TensorSet
 from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
 from trainer.data.workers.worker_pool import buffered
 from trainer.errors import RecipeError
@@ -23,35 +23,35 @@ from trainer.recipe.checks import most_rows
 from trainer.tasks import Task
 
 
-def steps_per_epoch(samples: int, recipe: Recipe, shard: Shard) -> int:
-    """Optimizer steps in an epoch of `samples` training images, the same on every shard.
+def steps_per_epoch(samples: int, recipe: Recipe, share: DataShare) -> int:
+    """Optimizer steps in an epoch of `samples` training images, the same on every share.
 
-    As many as there are full global batches; where every sample is used, as many as the largest shard needs with
+    As many as there are full global batches; where every sample is used, as many as the largest share needs with
     batch_size / count images a step. Raises RecipeError.
     """
     if samples < recipe.batch_size:
-        rows = shard.count * recipe.accumulate * recipe.augment.together
+        rows = share.count * recipe.accumulate * recipe.augment.together
         largest = samples // rows * rows
         remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
         raise RecipeError(
             f"{samples} training images are fewer than one global batch (batch_size={recipe.batch_size}); {remedy}"
         )
-    if not shard.every_sample:
+    if not share.every_sample:
         return samples // recipe.batch_size
 
     def steps(size: int) -> int:
-        return sampling.contiguous_steps(samples, size // shard.count, shard.count)
+        return sampling.contiguous_steps(samples, size // share.count, share.count)
 
     def fits(size: int) -> bool:
-        """Whether the smallest shard has a sample for each micro-batch of each step; a larger size takes fewer."""
-        return samples // shard.count >= steps(size) * recipe.accumulate
+        """Whether the smallest share has a sample for each micro-batch of each step; a larger size takes fewer."""
+        return samples // share.count >= steps(size) * recipe.accumulate
 
     if not fits(recipe.batch_size):
-        larger = range(recipe.batch_size, samples + 1, shard.count * recipe.accumulate * recipe.augment.together)
+        larger = range(recipe.batch_size, samples + 1, share.count * recipe.accumulate * recipe.augment.together)
         size = next(filter(fits, larger), None)
         fewer = "use fewer processes" + ", or accumulate=1" * (recipe.accumulate > 1)
         raise RecipeError(
-            f"{samples} training images over {shard.count} processes leave micro-batches empty at "
+            f"{samples} training images over {share.count} processes leave micro-batches empty at "
             f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; "
             + (f"try batch_size={size}" if size else fewer)
         )
@@ -67,30 +67,30 @@ def workers_of(recipe: Recipe, readers: int, batch_bytes: int) -> int:
 
 
 class Loader:
-    """Reads the batches of a shard.
+    """Reads the batches of a share.
 
     The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
     Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size], in `accumulate` contiguous parts, and
-    shard r of W reads the r-th contiguous part of each (`sampling.shard_spans`). A shard with every sample reads its
+    share r of W reads the r-th contiguous part of each (`sampling.share_spans`). A share with every sample reads its
     r-th part of the whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
         readers: ranks of this machine that read images.
-        samples_per_step: training images of all shards together in one step, on average.
+        samples_per_step: training images of all shares together in one step, on average.
     """
 
     def __init__(
-        self, datasets: Datasets, recipe: Recipe, task: Task, shard: Shard, device: torch.device, readers: int = 1
+        self, datasets: Datasets, recipe: Recipe, task: Task, share: DataShare, device: torch.device, readers: int = 1
     ) -> None:
         """`readers` is the number of ranks on this machine that read, and share its cores and memory. Raises
         SetupError."""
-        self._datasets, self._recipe, self._shard, self._device = datasets, recipe, shard, device
+        self._datasets, self._recipe, self._share, self._device = datasets, recipe, share, device
         samples = len(datasets.train)
-        self.samples_per_step = samples / self.steps_per_epoch if shard.every_sample else float(recipe.batch_size)
+        self.samples_per_step = samples / self.steps_per_epoch if share.every_sample else float(recipe.batch_size)
         together = recipe.augment.together
-        self._rows, self._mixes = most_rows(recipe, shard.count), together > 1
-        self._spans = sampling.shard_spans(recipe.batch_size, shard.index, shard.count, recipe.accumulate, together)
+        self._rows, self._mixes = most_rows(recipe, share.count), together > 1
+        self._spans = sampling.share_spans(recipe.batch_size, share.index, share.count, recipe.accumulate, together)
         self._task = task
         self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
         self._transform = DeviceTransform(
@@ -99,11 +99,11 @@ class Loader:
         # Photos are read for themselves, or for labels that are known in no other way.
         self.readers = readers
         parts, skip = (datasets.train, datasets.val), recipe.data.on_error == "skip"
-        labels = [known_labels(part, skip) if shard.targets else None for part in parts]
+        labels = [known_labels(part, skip) if share.targets else None for part in parts]
         sources: list[PhotoSource] = [
             part
             for part, known in zip(parts, labels, strict=True)
-            if not isinstance(part, ImageSet | TensorSet) and (shard.inputs or (shard.targets and known is None))
+            if not isinstance(part, ImageSet | TensorSet) and (share.inputs or (share.targets and known is None))
         ]
         self._slot, self._workers = 0, 0
         if sources:
@@ -117,11 +117,11 @@ class Loader:
             number = next((n for n, each in enumerate(sources) if each is part), None)
             if pool is not None and number is not None:
                 return PhotoFeed(pool, number, self._rows, device)
-            if shard.inputs and isinstance(part, ImageSet):
+            if share.inputs and isinstance(part, ImageSet):
                 images = ImageFeed(part, self._rows, augment, recipe.seed, device)
-                images.failures += part.failures if shard.index == 0 else ()  # every rank has decoded every image
+                images.failures += part.failures if share.index == 0 else ()  # every rank has decoded every image
                 return images
-            inputs = part.inputs if shard.inputs and isinstance(part, TensorSet) else None
+            inputs = part.inputs if share.inputs and isinstance(part, TensorSet) else None
             return MemoryFeed(inputs, known, len(part), self._rows, device)
 
         self._train, self._val = (
@@ -132,20 +132,20 @@ class Loader:
     @cached_property
     def steps_per_epoch(self) -> int:
         """Raises RecipeError: too few training images (see the function)."""
-        return steps_per_epoch(len(self._datasets.train), self._recipe, self._shard)
+        return steps_per_epoch(len(self._datasets.train), self._recipe, self._share)
 
     @property
     def skipped(self) -> int:
         """Images that could not be read and were replaced (training) or left out (evaluation), each time.
 
-        A shard without inputs has none: the rank that needs the same images counts them.
+        A share without inputs has none: the rank that needs the same images counts them.
         """
-        return len(self._train.failures) + len(self._val.failures) if self._shard.inputs else 0
+        return len(self._train.failures) + len(self._val.failures) if self._share.inputs else 0
 
     @property
     def uncached(self) -> int:
         """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
-        feeds = (self._train, self._val) if self._shard.inputs else ()
+        feeds = (self._train, self._val) if self._share.inputs else ()
         return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
 
     @property
@@ -186,10 +186,10 @@ class Loader:
     def _indices(self, epoch: int) -> list[Array]:
         """The samples of each micro-batch of an epoch."""
         if self._epoch is None or self._epoch[0] != epoch:
-            recipe, shard = self._recipe, self._shard
+            recipe, share = self._recipe, self._share
             order, size = self._order(epoch), recipe.batch_size
-            if shard.every_sample:
-                steps = sampling.contiguous_rows(order, size, shard.index, shard.count, recipe.accumulate)
+            if share.every_sample:
+                steps = sampling.contiguous_rows(order, size, share.index, share.count, recipe.accumulate)
             else:
                 steps = sampling.shard_rows(order, size, self._spans)
             self._epoch = epoch, [piece for step in steps for piece in step]
@@ -207,18 +207,18 @@ class Loader:
 
     @property
     def evaluation_batches(self) -> int:
-        """Batches of one evaluation, the same on every shard."""
-        return -(-len(self._datasets.val) // (self._rows * self._shard.count))
+        """Batches of one evaluation, the same on every share."""
+        return -(-len(self._datasets.val) // (self._rows * self._share.count))
 
     @property
     def evaluation_spans(self) -> list[tuple[int, int]]:
-        """Which held-out samples this shard's batches of one evaluation hold, (start, stop)."""
-        return sampling.evaluation_spans(len(self._datasets.val), self._rows, self._shard.index, self._shard.count)
+        """Which held-out samples this share's batches of one evaluation hold, (start, stop)."""
+        return sampling.evaluation_spans(len(self._datasets.val), self._rows, self._share.index, self._share.count)
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
-        """The held-out set: over all shards each sample once, in as many full-shape batches on every shard.
+        """The held-out set: over all shares each sample once, in as many full-shape batches on every share.
 
-        With data.on_error=skip, `count` leaves out unreadable images, but not on a shard that reads nothing. The first
+        With data.on_error=skip, `count` leaves out unreadable images, but not on a share that reads nothing. The first
         batches of the epoch `then` are prefetched.
         """
         batches = self._val.evaluation(self.evaluation_spans)
@@ -242,22 +242,22 @@ class Loader:
         self._val.close()
 
     def _inputs(self, images: Tensor) -> Tensor:
-        if not self._shard.inputs:
+        if not self._share.inputs:
             return self._transform.nothing
         return images if self._datasets.plain else self._transform.inputs(images)
 
     def _targets(self, labels: Tensor) -> Tensor:
-        return labels if self._shard.targets else self._transform.nothing
+        return labels if self._share.targets else self._transform.nothing
 
     def _batch(self, images: Tensor, labels: Tensor, index: Array, epoch: int, step: int, piece: int) -> Batch:
-        augment, seed, size, shard = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._shard
+        augment, seed, size, share = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._share
         inputs, targets = self._inputs(images), self._targets(labels)
-        if augment.erase and shard.inputs:
+        if augment.erase and share.inputs:
             inputs = self._transform.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
         if self._mixes:
             pairs, (first, _) = self._recipe.batch_size // 2, self._spans[piece]
             whole = sampling.mixing(seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
             mix = whole.rows(first, first + len(index))  # a micro-batch may be shorter than others
-            targets = self._transform.soft(self._task.shares(targets), mix) if shard.targets else targets
-            inputs = self._transform.mixed(inputs, mix) if shard.inputs else inputs
+            targets = self._transform.soft(self._task.shares(targets), mix) if share.targets else targets
+            inputs = self._transform.mixed(inputs, mix) if share.inputs else inputs
         return Batch(inputs, targets, len(index))

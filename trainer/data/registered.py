@@ -133,7 +133,7 @@ def in_memory(
     val: Sequence[Tensor],
     classes: tuple[str, ...],
     known: tuple[tuple[float, ...], tuple[float, ...]],
-    split: str,
+    holdout: str,
 ) -> Datasets:
     """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), cut to the recipe's size.
 
@@ -165,7 +165,7 @@ def in_memory(
     oblong = {tuple(pair[0].shape[-2:]) for pair in sources if pair[0].shape[-2] != pair[0].shape[-1]}
     shapes = " and ".join(f"{height} x {width}" for height, width in sorted(oblong))
     notes = {"images": f"are {shapes}, of which the square in the middle is kept"} if oblong else {}
-    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, split, notes, sources=sources)
+    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, holdout, notes, sources=sources)
 
 
 def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:

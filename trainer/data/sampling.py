@@ -83,10 +83,10 @@ def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
     return kept[permutation(seed, epoch, len(labels))]
 
 
-def shard_spans(batch_size: int, index: int, count: int, pieces: int, together: int = 1) -> list[tuple[int, int]]:
-    """Which rows of a global batch are each micro-batch of one shard, (start, stop).
+def share_spans(batch_size: int, index: int, count: int, pieces: int, together: int = 1) -> list[tuple[int, int]]:
+    """Which rows of a global batch are each micro-batch of one share, (start, stop).
 
-    The batch is divided into micro-batches first, and each of these into shards: what all shards compute at a time are
+    The batch is divided into micro-batches first, and each of these into shares: what all shares compute at a time are
     the same rows for any number of them, as BatchNorm over all ranks sees. Sizes differ by `together` rows at most,
     which stay together.
     """
@@ -96,9 +96,9 @@ def shard_spans(batch_size: int, index: int, count: int, pieces: int, together: 
 
 
 def shard_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
-    """What one shard reads of an epoch: sample indices, [step][piece] of (rows,).
+    """What one share reads of an epoch: sample indices, [step][piece] of (rows,).
 
-    Global batch b is order[b * batch_size : (b + 1) * batch_size], of which the shard reads its `shard_spans`. The last
+    Global batch b is order[b * batch_size : (b + 1) * batch_size], of which the share reads its `share_spans`. The last
     partial global batch is dropped.
     """
     steps = len(order) // batch_size
@@ -107,21 +107,21 @@ def shard_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> l
 
 
 def contiguous_span(samples: int, index: int, count: int) -> tuple[int, int]:
-    """The contiguous part of an epoch's order for one shard, as (start, stop); the last has the remainder too."""
+    """The contiguous part of an epoch's order for one share, as (start, stop); the last has the remainder too."""
     size = samples // count
     return index * size, samples if index == count - 1 else (index + 1) * size
 
 
 def contiguous_steps(samples: int, rows: int, count: int) -> int:
-    """Steps of an epoch in which each of `count` shards reads its contiguous part, at most `rows` samples a step."""
+    """Steps of an epoch in which each of `count` shares reads its contiguous part, at most `rows` samples a step."""
     start, stop = contiguous_span(samples, count - 1, count)
     return -(-(stop - start) // rows)
 
 
 def contiguous_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> list[list[Array]]:
-    """What a shard reads of an epoch where each has a contiguous part: sample indices, [step][piece] of (rows,).
+    """What a share reads of an epoch where each has a contiguous part: sample indices, [step][piece] of (rows,).
 
-    All shards take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
+    All shares take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
     possible: sizes differ by one, and none is above the nominal batch_size / count / pieces.
     """
     start, stop = contiguous_span(len(order), index, count)
@@ -130,9 +130,9 @@ def contiguous_rows(order: Array, batch_size: int, index: int, count: int, piece
 
 
 def evaluation_spans(samples: int, rows: int, index: int, count: int) -> list[tuple[int, int]]:
-    """Which samples one shard evaluates, as (start, stop), a batch each: all shards together take each sample once.
+    """Which samples one share evaluates, as (start, stop), a batch each: all shares together take each sample once.
 
-    Every shard has as many batches; a stop short of `rows`, or equal to start, is to be padded.
+    Every share has as many batches; a stop short of `rows`, or equal to start, is to be padded.
     """
     starts = range(index * rows, index * rows + samples + (-samples) % (rows * count), rows * count)
     return [(min(start, samples), min(start + rows, samples)) for start in starts]

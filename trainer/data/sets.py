@@ -1,4 +1,4 @@
-"""What passes between the rooms of `data` and the rest: batches, shards, and sets of images."""
+"""What passes between the rooms of `data` and the rest: batches, shares, and sets of images."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Batch:
 
     Attributes:
         inputs: (N, ...). Images are (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for
-            it. Empty on a shard that needs no inputs.
+            it. Empty on a share that needs no inputs.
         targets: (N, ...) as the task wants them: class indices (N,) int64, for example; float32 soft targets under
-            mixup and cutmix. Empty on a shard that needs no targets.
+            mixup and cutmix. Empty on a share that needs no targets.
         count: rows from `count` on are padding (evaluation only).
         samples: of the other rows, their indices in the held-out set (evaluation only; None where these are not known).
     """
@@ -104,7 +104,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShare:
     """What a rank reads.
 
     Attributes:
@@ -198,12 +198,12 @@ class Datasets:
     mean: tuple[float, ...]  # a channel each, of pixels in [0, 1]
     std: tuple[float, ...]
     synthetic: bool
-    split: str  # what is held out, in words
+    holdout: str  # what is held out, in words
     notes: Mapping[str, str] = field(default_factory=dict)  # for a run's banner, by title
     targets: TensorSpec = CLASS  # of a sample
     plain: TensorSpec | None = None  # of a sample's inputs where they are not images
     sources: tuple[Any, ...] = ()  # both sets before they were changed to be kept in memory
-    split_table: Callable[[], str] | None = None  # the text of a run's split.csv, where the split was drawn here
+    holdout_table: Callable[[], str] | None = None  # the text of a run's split.csv, where the split was drawn here
     damaged: tuple[tuple[str, str, str], ...] = ()  # files that are skipped: train or val, path, reason
 
     @property

@@ -6,7 +6,7 @@ Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry, d
 
 from __future__ import annotations
 
-from trainer.data import Shard
+from trainer.data import DataShare
 from trainer.modes.base import Context, Strategy
 from trainer.modes.ddp import DistributedDataParallel
 from trainer.modes.dp import DataParallel
@@ -37,9 +37,9 @@ def kind(recipe: Recipe, world: World) -> type[Strategy]:
     return {**STRATEGIES, **(OVER_PROCESSES if world.size > 1 else {})}[recipe.mode]
 
 
-def data_shard(recipe: Recipe, world: World) -> Shard:
+def data_share(recipe: Recipe, world: World) -> DataShare:
     """Which part of every global batch this rank reads."""
-    return kind(recipe, world).data_shard(recipe, world)
+    return kind(recipe, world).data_share(recipe, world)
 
 
 def create(context: Context) -> Strategy:
@@ -47,4 +47,4 @@ def create(context: Context) -> Strategy:
     return kind(context.recipe, context.world)(context)
 
 
-__all__ = ["STRATEGIES", "Context", "Strategy", "create", "data_shard"]
+__all__ = ["STRATEGIES", "Context", "Strategy", "create", "data_share"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.data import Batch, Example, Shard
+from trainer.data import Batch, DataShare, Example
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import StepRecorder
 from trainer.devices.precision import AUTOCAST
@@ -90,7 +90,7 @@ class Strategy:
         self.recipe, self.world, self.task = context.recipe, context.world, context.task
         self.device = self.world.device
         self.home = self.device  # where parameters, gradients and optimizer are between passes
-        self.shard = self.data_shard(self.recipe, self.world)
+        self.share = self.data_share(self.recipe, self.world)
         # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
         self.divisor = self.world.size if self.recipe.traits.every_sample else 1
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
@@ -108,9 +108,9 @@ class Strategy:
         self.module: nn.Module
 
     @classmethod
-    def data_shard(cls, recipe: Recipe, world: World) -> Shard:
+    def data_share(cls, recipe: Recipe, world: World) -> DataShare:
         """Which part of every global batch this rank reads."""
-        return Shard(world.rank, world.size, every_sample=recipe.traits.every_sample)
+        return DataShare(world.rank, world.size, every_sample=recipe.traits.every_sample)
 
     def setup(self, model: nn.Module) -> None:
         """Take the model, on the CPU, to where it trains."""
@@ -230,7 +230,7 @@ class Strategy:
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
         """Called at an epoch's end, before evaluation, with the moving averages there are."""
 
-    def settle(self, averages: Mapping[str, Tensor]) -> None:
+    def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Make the weights one over all ranks before evaluating or saving, and with them their moving `averages`."""
 
     def broadcast_buffers(self, averages: Mapping[str, Tensor], along: str | None = None) -> None:

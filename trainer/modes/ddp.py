@@ -39,7 +39,8 @@ LOOKS = 4  # passes that tell whether a model leaves parameters unused: by chanc
 def read_in_training(model: nn.Module) -> bool:
     """Whether the model has buffers that a training step may read, so that every rank needs rank 0's at each.
 
-    Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `settle` spreads them.
+    Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `sync_weights` spreads
+    them.
     """
     holders = {name: module for name, module in model.named_modules() if any(True for _ in module.buffers(False))}
     return bool(unlike(holders, acts_as_batch_norm))
@@ -207,7 +208,7 @@ class DistributedDataParallel(Strategy):
             "of them at the start, cannot average the others any more; no weight was changed: use mode=single"
         )
 
-    def settle(self, averages: Mapping[str, Tensor]) -> None:
+    def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.wrapped is not None or self.apart:
             self.broadcast_buffers(averages)

@@ -193,7 +193,7 @@ class FullyShardedDataParallel(Strategy):
         with lost_peers(), self._explained():
             return super().forward(inputs)
 
-    def settle(self, averages: Mapping[str, Tensor]) -> None:
+    def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
         if self.sharded is not None:
             self.order.compare()

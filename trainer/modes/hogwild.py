@@ -37,7 +37,7 @@ class Hogwild(Strategy):
         if file:
             file.close()
 
-    def settle(self, averages: Mapping[str, Tensor]) -> None:
+    def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Wait until every worker has done its steps; rank 0's moving averages are the truth."""
         self.world.barrier()
         for average in averages.values():

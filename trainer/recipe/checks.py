@@ -53,13 +53,13 @@ def ranks_per_pipeline(recipe: Recipe, processes: int) -> int:
     return (recipe.pipeline.stages or processes) if recipe.traits.staged and processes > 1 else 1
 
 
-def shards(recipe: Recipe, processes: int) -> int:
+def data_shares(recipe: Recipe, processes: int) -> int:
     """Into how many parts the global batch, or the data, is divided."""
     return max(1, processes // ranks_per_pipeline(recipe, processes))
 
 
 def divides(recipe: Recipe, count: int, accumulate: int | None = None) -> bool:
-    """Whether the global batch can be divided into `count` shards, and each into `accumulate` micro-batches."""
+    """Whether the global batch can be divided into `count` shares, and each into `accumulate` micro-batches."""
     unit = (accumulate or recipe.accumulate) * recipe.augment.together
     equal = unit if recipe.traits.uneven else count * unit
     return recipe.batch_size >= count * unit and recipe.batch_size % equal == 0
@@ -113,7 +113,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         )
     if recipe.graphs is True and (reason := launched_because(recipe, processes)) is not None:
         raise RecipeError(f"graphs=true is not possible here: {reason}")
-    count = shards(recipe, processes)
+    count = data_shares(recipe, processes)
     if not divides(recipe, count):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
         among += [f"accumulate={recipe.accumulate}"] if recipe.accumulate > 1 else []
@@ -221,7 +221,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         RecipeError: the recipe's number cannot be, with those that can.
     """
     schedule, section = schedule_of(recipe, processes), recipe.pipeline
-    rows = recipe.batch_size // (shards(recipe, processes) * recipe.accumulate)
+    rows = recipe.batch_size // (data_shares(recipe, processes) * recipe.accumulate)
     if schedule == STREAMS:
         if section.split_size is not None:
             return [-(-rows // min(section.split_size, rows))]
@@ -231,7 +231,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
             raise RecipeError(f"pipeline.microbatches={section.microbatches} of {rows} images: at most {rows} can be")
         return [int(section.microbatches)]
     possible = [m for m in range(1, rows + 1) if rows % m == 0 and not _why_not(schedule, m, recipe, processes)]
-    what = f"{rows} images a step" + (" and replica" if shards(recipe, processes) > 1 else "")
+    what = f"{rows} images a step" + (" and replica" if data_shares(recipe, processes) > 1 else "")
     what += f" (batch_size={recipe.batch_size}, accumulate={recipe.accumulate})" if recipe.accumulate > 1 else ""
     if not possible:
         raise RecipeError(
@@ -303,7 +303,7 @@ def _batch_sizes(recipe: Recipe, processes: int) -> str:
             count = int(section.microbatches)
         images = section.split_size if section.split_size is not None and schedule != STREAMS else 1
         rows = math.lcm(rows, count * images)
-    return neighbours(recipe.batch_size, shards(recipe, processes) * recipe.accumulate * rows)
+    return neighbours(recipe.batch_size, data_shares(recipe, processes) * recipe.accumulate * rows)
 
 
 def _spread(counts: range) -> Iterator[int]:

@@ -34,7 +34,7 @@ class Traits:
     # Each process uses all samples of its own shard, rather than a share of every full global batch.
     every_sample: bool = False
     # What differs from process to process and is saved for each: model, optimizer, ema, scaler.
-    private: tuple[str, ...] = ()
+    per_rank_state: tuple[str, ...] = ()
     # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: dict[str, str] = field(default_factory=dict)
     refuses_processes: dict[str, str] = field(default_factory=dict)  # where it is over several of them
@@ -132,7 +132,7 @@ TRAITS: dict[str, Traits] = {
         exchanges="weights",
         same_maths=False,
         every_sample=True,
-        private=("model", "optimizer", "ema", "scaler"),
+        per_rank_state=("model", "optimizer", "ema", "scaler"),
         refuses={
             "sync_bn": "its workers compute separately between averagings; use mode=ddp",
             "compress": DDP_GRADIENTS,
@@ -145,7 +145,7 @@ TRAITS: dict[str, Traits] = {
         shared_memory=True,
         same_maths=False,
         every_sample=True,
-        private=("optimizer", "scaler"),
+        per_rank_state=("optimizer", "scaler"),
         refuses={
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,

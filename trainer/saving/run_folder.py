@@ -41,12 +41,12 @@ class NullFolder:
 
     def __init__(self) -> None:
         # Keys of the recipe that the run to be continued chose, where this recipe leaves them open.
-        self.settled: dict[str, Any] = {}
+        self.resolved_keys: dict[str, Any] = {}
 
     def check(self) -> None: ...
-    def remember(self, known: Mapping[str, Any]) -> None: ...
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None: ...
 
-    def known(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
         return {}
 
     def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
@@ -172,16 +172,16 @@ class RunFolder(NullFolder):
                 f"same; to train on from its weights type python -m trainer {words} "
                 f"output={free_beside(self.path, 'longer')}"
             )
-        self.settled = {
+        self.resolved_keys = {
             f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
         }
         if recipe.model.init_from is not None and recipe.model.weights is None:
-            self.settled["model__weights"] = before.model.weights
+            self.resolved_keys["model__weights"] = before.model.weights
         if "local_sgd.outer_momentum" not in recipes.origins(str(file)):  # of before there was one: plain averages
             before = before.replace(local_sgd__outer_momentum=0.0)
             if recipe.local_sgd.outer_momentum is None:
-                self.settled["local_sgd__outer_momentum"] = 0.0
-        changes = recipes.changed_keys(before, recipe.replace(**self.settled))
+                self.resolved_keys["local_sgd__outer_momentum"] = 0.0
+        changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))
         if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
             changes = {key: pair for key, pair in changes.items() if pair != (None, PHOTOS.get(key))}
         if "data.pixel_range" in changes and "data.pixel_range" not in recipes.origins(str(file)):
@@ -229,14 +229,14 @@ class RunFolder(NullFolder):
         """What result.json holds from an earlier part of the run; empty where there is none."""
         return usable_json(self.path / "result.json", warn)
 
-    def known(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What an earlier part of the run measured to choose how to run; empty where there is nothing."""
         return usable_json(self.path / "tuning.json", warn)
 
-    def remember(self, known: Mapping[str, Any]) -> None:
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
         """Keep it for later parts."""
-        if known:
-            write_atomically(self.path / "tuning.json", json.dumps(known, indent=2) + "\n")
+        if tuned:
+            write_atomically(self.path / "tuning.json", json.dumps(tuned, indent=2) + "\n")
 
     def close(self) -> None:
         """Let go of the lock. A start that fails with a sentence leaves no trace of a folder that held no run."""

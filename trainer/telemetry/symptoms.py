@@ -53,7 +53,7 @@ class Facts:
         return math.log(self.classes) if self.classes and self.classes > 1 else None
 
     @property
-    def settled(self) -> Sequence[float]:
+    def warm(self) -> Sequence[float]:
         """Training losses of the epochs after the warm-up."""
         return self.losses[math.ceil(self.warmup / self.epoch_steps) :]
 
@@ -65,14 +65,14 @@ def symptoms(facts: Facts, recipe: Recipe) -> dict[str, str]:
 
 
 def _loss(facts: Facts, recipe: Recipe) -> str | None:
-    losses, settled, guess = facts.losses, facts.settled, facts.guessing
+    losses, warm, guess = facts.losses, facts.warm, facts.guessing
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
     last, least = losses[-1], min(losses)
     # Of a loss whose size means nothing to us, only what undoes all learning is told.
     above = ABOVE * guess if guess is not None else max(losses[0], GROWN * abs(least))
     # In a warm-up a loss may begin high, and does not come back there from below.
-    if last <= above or not (last > GROWN * least or (len(settled) > 1 and last > min(settled[:-1]))):
+    if last <= above or not (last > GROWN * least or (len(warm) > 1 and last > min(warm[:-1]))):
         return None
     than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
     return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{_gentler(recipe)}"
@@ -81,7 +81,7 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
     """Where classes are balanced by the recipe, a model that is worth more may be right less often."""
     count, last = sum(facts.actual), facts.validation[-STANDS:]
-    early = min(len(last), len(facts.settled)) < STANDS or facts.step - facts.warmup < TRIAL
+    early = min(len(last), len(facts.warm)) < STANDS or facts.step - facts.warmup < TRIAL
     if early or count < SAMPLES or not _balances(recipe):
         return None
     share = max(facts.actual) / count

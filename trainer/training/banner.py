@@ -66,7 +66,7 @@ def facts(run: Run) -> dict[str, str]:
     size = world.size
     names = world.devices
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
-    parts = run.strategy.shard.count
+    parts = run.strategy.share.count
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
@@ -89,7 +89,7 @@ def facts(run: Run) -> dict[str, str]:
         "computes": ", ".join(options),
         **({"precision": note} if note else {}),
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
-        "held out": data.split,
+        "held out": data.holdout,
         **run.observer.model.notes,
         **data.notes,
         **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
@@ -112,7 +112,7 @@ def facts(run: Run) -> dict[str, str]:
 def few_for_batch_norm(run: Run) -> str | None:
     """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
     recipe, strategy = run.recipe, run.strategy
-    parts = strategy.shard.count
+    parts = strategy.share.count
     rows = recipe.batch_size // (parts * recipe.accumulate)
     instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
     if recipe.sync_bn:

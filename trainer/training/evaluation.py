@@ -66,7 +66,7 @@ def evaluate(
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """The task's metrics of the model as it stands, its weights settled.
+    """The task's metrics of the model as it stands, its weights synchronised.
 
     Args:
         batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.

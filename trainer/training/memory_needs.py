@@ -58,7 +58,7 @@ def _out_of_memory(resolved: Resolved, state: TrainState, error: BaseException) 
     tensors += [parameter for parameter in state.parameters.values() if parameter.requires_grad]  # their gradients
     # What fsdp.offload keeps on the host is not on the device that is full.
     resident = size_of(*(tensor for tensor in tensors if tensor.device.type == world.device.type))
-    count = state.strategy.shard.count
+    count = state.strategy.share.count
     at_once = most_rows(recipe, count)
     per_sample = 0.0
     with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything while it is made

@@ -192,7 +192,7 @@ class OfRank(Part):
         return {**random_states(self.world.drives), "unlogged": unlogged, **self._of_mode()}
 
     def _of_mode(self) -> dict[str, Tensor]:
-        parts = (kind(self.resolved, self.state) for kind in PARTS if kind.name in self.recipe.traits.private)
+        parts = (kind(self.resolved, self.state) for kind in PARTS if kind.name in self.recipe.traits.per_rank_state)
         return {f"{part.name}:{name}": tensor for part in parts for name, tensor in part.tensors().items()}
 
     def facts(self) -> dict[str, Any]:

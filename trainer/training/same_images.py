@@ -93,7 +93,7 @@ def check_same_images(world: World, data: Datasets) -> None:
     if why := world.broadcast_object(why):
         kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
         raise SetupError(
-            f"{why}: every machine needs the same files in data.root" + kept * (data.split_table is not None)
+            f"{why}: every machine needs the same files in data.root" + kept * (data.holdout_table is not None)
         )
 
 

@@ -16,7 +16,7 @@ from trainer.data import Datasets, Loader, damaged, open_datasets, steps_per_epo
 from trainer.data.cache import cached
 from trainer.data.damaged import without_damage
 from trainer.data.feeds import known_labels
-from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued
+from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import has_bf16, set_precision
 from trainer.errors import TrainerError
 from trainer.launch import endings
@@ -71,7 +71,9 @@ class Claim:
 
     world: World
     tracker: NullTracker
-    settled: dict[str, Any]  # keys of the recipe that the run to be continued chose, where this recipe leaves them open
+    resolved_keys: dict[
+        str, Any
+    ]  # keys of the recipe that the run to be continued chose, where this recipe leaves them open
     before: Before  # the images that it holds out
     ledger: Ledger
 
@@ -103,12 +105,12 @@ def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing:
             before = continued(folder)
         except TrainerError as error:
             refused = error
-    refused, path, settled, before = world.broadcast_object((refused, tracker.path, tracker.folder.settled, before))
+    refused, path, keys, before = world.broadcast_object((refused, tracker.path, tracker.folder.resolved_keys, before))
     if refused is not None:
         raise refused
     stacks.write_to(path)
     callbacks.connect(world)
-    return Claim(world, tracker, settled, before, ledger)
+    return Claim(world, tracker, keys, before, ledger)
 
 
 def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error: BaseException | None) -> None:
@@ -121,7 +123,7 @@ def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error
 def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
     world, tracker = claim.world, claim.tracker
-    recipe = typed.replace(**claim.settled)
+    recipe = typed.replace(**claim.resolved_keys)
     reasons = _changes(typed, recipe, "as the run that is continued")
     before, recipe = recipe, with_pretrained_input(recipe)
     reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
@@ -130,8 +132,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
         reasons |= _changes(before, recipe, "by a look at the images")
     task = task_of(recipe, data)
-    shard = modes.data_shard(recipe, world)
-    steps = steps_per_epoch(len(data.train), recipe, shard)
+    share = modes.data_share(recipe, world)
+    steps = steps_per_epoch(len(data.train), recipe, share)
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):
         state = resuming.newest(tracker, world, recipe)
@@ -144,8 +146,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     if speed_only:
         before, recipe = recipe, speed_recipe(recipe, data, tracker.say)
         reasons |= _changes(before, recipe, "there is no data: this measures speed")
-    tracker.settle(recipe)
-    return Resolved(recipe, reasons, data, task, world, shard, steps, tracker, state, samples, speed_only)
+    tracker.resolved(recipe)
+    return Resolved(recipe, reasons, data, task, world, share, steps, tracker, state, samples, speed_only)
 
 
 def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
@@ -183,14 +185,14 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    tuned = world.broadcast_object(resolved.tracker.folder.known(say))
+    tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = facts_of(model, resolved)
-    example = data.example(most_rows(recipe, resolved.shard.count))
+    example = data.example(most_rows(recipe, resolved.share.count))
     context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
     strategy, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one a replica.
-    readers = max(1, world.place.local_size * resolved.shard.count // world.size)
-    loader = Loader(data, recipe, task, resolved.shard, world.device, readers)
+    readers = max(1, world.place.local_size * resolved.share.count // world.size)
+    loader = Loader(data, recipe, task, resolved.share, world.device, readers)
     state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)
@@ -212,10 +214,10 @@ def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
 def begin(run: Run) -> None:
     """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
     recipe, data, tracker = run.recipe, run.datasets, run.tracker
-    tracker.folder.remember(run.strategy.tuned)
+    tracker.folder.keep_tuned(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
-    if data.split_table is not None:
-        tracker.keep(SPLIT_FILE, data.split_table)
+    if data.holdout_table is not None:
+        tracker.keep(HOLDOUT_FILE, data.holdout_table)
     if data.damaged:
         tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
     run.observer.facts = banner.facts(run)

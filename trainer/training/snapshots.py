@@ -78,7 +78,7 @@ def _copied(run: Run, sealed: bool) -> Parts:
     """What this rank adds to a checkpoint, or to files of weights alone, in host memory."""
     state, world = run.state, run.world
     averages = state.averages()
-    state.strategy.settle(averages)
+    state.strategy.sync_weights(averages)
     world.heartbeat()
     every = [kind(run.resolved, state) for kind in PARTS]
     if not sealed:

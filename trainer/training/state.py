@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trainer.data import Datasets, Shard
+from trainer.data import Datasets, DataShare
 from trainer.modes import Strategy
 from trainer.optim.optimization import MovingAverage, Updater, total_steps
 from trainer.processes.world import World
@@ -26,7 +26,7 @@ class Resolved:
     datasets: Datasets
     task: Task
     world: World
-    shard: Shard
+    share: DataShare
     steps_per_epoch: int
     tracker: NullTracker
     checkpoint: State | None  # to continue

@@ -16,7 +16,7 @@ from tests.data.photos.test_lazy_images import scene
 from tests.simulated.tape import graphs_on_the_cpu
 from trainer.commands.predict import sources
 from trainer.commands.predict.labelling import Labeller, Preparation
-from trainer.data import Loader, Shard, open_datasets
+from trainer.data import DataShare, Loader, open_datasets
 from trainer.data.folders.layout import Before
 from trainer.recipe import load
 from trainer.tasks import Classification
@@ -134,7 +134,7 @@ def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size
     recipe = load(None, *words, "data.name=imagefolder", "data.workers=0", "batch_size=4", "model.name=cnn")
     data = open_datasets(recipe, Before(None, elsewhere=True))  # all are held out
     task = Classification(recipe, data.classes)
-    loader = Loader(data, recipe, task, Shard(), torch.device("cpu"))
+    loader = Loader(data, recipe, task, DataShare(), torch.device("cpu"))
     evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
     loader.close()
     listed = sources.dataset_split(data, "val")

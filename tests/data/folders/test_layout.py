@@ -21,7 +21,7 @@ def place(source, index=0):
 def test_parts_are_known_by_many_names(tmp_path, train, held_out):
     found = opened(photo_set(tmp_path, PETS, split=True, parts=(train, held_out)))
     assert (len(found.train), len(found.val), found.split) == (10, 10, str(tmp_path / held_out))
-    assert found.split_table is None
+    assert found.holdout_table is None
 
 
 def test_beside_val_a_test_folder_is_left_alone_and_told(tmp_path):

@@ -74,7 +74,7 @@ def test_names_that_are_no_text_are_written_as_text(tmp_path):
         photo(tmp_path / name)
     found = opened(tmp_path)
     assert found.classes == ("caf\\xe9", "dog") and found.notes["classes"].isascii()
-    assert found.split_table().encode() and {len(found.train), len(found.val)} == {2}
+    assert found.holdout_table().encode() and {len(found.train), len(found.val)} == {2}
     image, _ = found.train.read(0, 3)
     assert image.shape == (3, 30, 40)
     assert image_files([str(tmp_path / "caf\udce9")]).count == 2

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured, opened, photo, photo_set
-from trainer.data.folders.layout import NOTHING_BEFORE, SPLIT_FILE, Before, continued, draw, part_of
+from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued, draw, part_of
 from trainer.errors import SetupError
 from trainer.processes.rank import job_id
 from trainer.recipe import load
@@ -65,7 +65,7 @@ def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
 
     def split_of(where, job, *words):
         (tmp_path / where).mkdir(parents=True, exist_ok=True)
-        (tmp_path / where / SPLIT_FILE).write_text(split)
+        (tmp_path / where / HOLDOUT_FILE).write_text(split)
         (tmp_path / where / ".lock").write_text(job)
         folder = RunFolder(load("digits", *words))
         folder.close()
@@ -95,7 +95,7 @@ def test_a_damaged_list_is_named(tmp_path):
     (tmp_path / "recipe.yaml").touch()
     assert part_of(tmp_path, "val") is None
     for damage in (b"file\nx\n", b"\xff\xfe\xff", b"file,label\n1,2\n"):
-        (tmp_path / SPLIT_FILE).write_bytes(damage)
+        (tmp_path / HOLDOUT_FILE).write_bytes(damage)
         with pytest.raises(SetupError, match=r"split\.csv .*remove"):
             part_of(tmp_path, "val")
 
@@ -112,7 +112,7 @@ def test_a_run_remembers_its_split(tmp_path):
     said = ok(*words, "epochs=2").stdout
     assert "16 training images, 4 held out, " in said and "blue 8 + 2, red 8 + 2" in said
     assert result(run)["facts"]["held out"].startswith("0.2 ")
-    with (run / SPLIT_FILE).open(newline="") as file:
+    with (run / HOLDOUT_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
     held_out = [row["file"] for row in rows if row["split"] == "val"]
     assert len(rows) == 20 and [row["label"] for row in rows if row["split"] == "val"] == ["blue"] * 2 + ["red"] * 2

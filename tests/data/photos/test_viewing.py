@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.data import Loader, Shard, as_pictures, open_datasets
+from trainer.data import DataShare, Loader, as_pictures, open_datasets
 from trainer.data.sets import TensorSpec
 from trainer.recipe import load
 from trainer.training.setup import task_of
@@ -15,7 +15,7 @@ from trainer.training.setup import task_of
 def test_a_batch_turned_back_is_the_images_it_was_made_of(words):
     recipe = load("digits", *words, "batch_size=32", "augment.crop=none", "augment.hflip=0")
     data = open_datasets(recipe)
-    loader = Loader(data, recipe, task_of(recipe, data), Shard(), torch.device("cpu"))
+    loader = Loader(data, recipe, task_of(recipe, data), DataShare(), torch.device("cpu"))
     batch = next(loader.evaluation())
     shown = as_pictures(data, batch.inputs)
     assert torch.equal(shown, data.val.images[: len(shown)].permute(0, 2, 3, 1))

@@ -190,7 +190,7 @@ def test_a_program_that_forgets_its_loader_ends(tmp_path):
             from tests.data import test_loaders as t
             if __name__ == "__main__":
                 recipe = t.load(None, "batch_size=8", "data.workers=2")
-                batches = t.Loader(t.photo_sets(), recipe, None, t.Shard(), t.CPU)
+                batches = t.Loader(t.photo_sets(), recipe, None, t.DataShare(), t.CPU)
                 print(len(next(batches.training(0)).targets))
             """)
     )

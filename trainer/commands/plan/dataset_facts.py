@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
+from trainer.data.archives.opening import exist
 from trainer.data.sets import CLASS
-from trainer.data.shards.opening import exist
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import Recipe

@@ -22,14 +22,14 @@ class Layout:
     devices: tuple[str, ...]
 
     @property
-    def shards(self) -> int:
+    def data_shares(self) -> int:
         """Parts of the global batch, or of the data."""
-        return checks.shards(self.recipe, self.processes)
+        return checks.data_shares(self.recipe, self.processes)
 
     @property
     def rows(self) -> int:
         """Images of one forward and backward pass of a shard: a pipeline cuts these into micro-batches."""
-        return checks.most_rows(self.recipe, self.shards)
+        return checks.most_rows(self.recipe, self.data_shares)
 
     @property
     def kind(self) -> str:

@@ -149,7 +149,7 @@ def _of_stages(fake: FakeModel, layout: Layout, cut: Cut) -> list[Device]:
         stages = [stage for stage, holder in enumerate(cut.holders) if holder == worker]
         resident = Resident(*map(sum, zip(*(residents[stage] for stage in stages), strict=True)))
         activations = held(listed[worker], [stage.memory for stage in cut.stages])
-        if layout.shards > 1:  # all gradients in one block, to be averaged
+        if layout.data_shares > 1:  # all gradients in one block, to be averaged
             activations = max(activations, resident.gradients)
         batch = images * (0 in stages) + targets * (len(residents) - 1 in stages)
         devices.append(_with_peak(Device(name, *resident, images=batch, activations=activations, peak=0)))
@@ -198,7 +198,7 @@ def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> Limit 
     usable = room_in(memory[0])
     if layout.kind == "cuda":
         # Groups of NCCL: one of all ranks (and of the cards of one process, for copies), and those of a pipeline.
-        pipes = 1 + torch_has("gradients through a group of their own") + (layout.shards > 1)
+        pipes = 1 + torch_has("gradients through a group of their own") + (layout.data_shares > 1)
         groups = 1 + pipes * (layout.staged and layout.processes > 1)
         taken = CONTEXT * max(used.values()) + BUFFERS * groups * (len(used) > 1)
         usable = max(0.0, min(usable, memory[0] - taken))
@@ -237,8 +237,8 @@ def disk(fake: FakeModel, layout: Layout) -> dict[str, int]:
     resident = fake.resident(fake.model)
     weights = resident.parameters + saved_buffers(fake.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
-    private = sum(state.get(kind, 0) for kind in layout.recipe.traits.private)
-    checkpoint = sum(state.values()) + layout.processes * private + _outer(resident, layout)
+    per_rank = sum(state.get(kind, 0) for kind in layout.recipe.traits.per_rank_state)
+    checkpoint = sum(state.values()) + layout.processes * per_rank + _outer(resident, layout)
     # A new checkpoint is whole before an old one goes; last and best weights are beside them.
     folder = (layout.recipe.save.keep + 1) * checkpoint + 2 * weights
     return {"checkpoint": checkpoint, "weights": weights, "folder": folder}

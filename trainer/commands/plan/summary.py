@@ -17,7 +17,7 @@ from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.schedules import Cut
 from trainer.commands.plan.traffic import traffic
-from trainer.data import Shard, steps_per_epoch
+from trainer.data import DataShare, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.optim.optimization import total_steps
@@ -44,7 +44,9 @@ def summarise(
     images = dataset_facts(recipe)
     steps = total = None
     if images.train is not None:
-        steps = steps_per_epoch(images.train, recipe, Shard(0, layout.shards, every_sample=recipe.traits.every_sample))
+        steps = steps_per_epoch(
+            images.train, recipe, DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
+        )
         total = total_steps(recipe, steps)
     fake = FakeModel(recipe, images, layout.kind)
     predicted = cut = None
@@ -80,8 +82,8 @@ def summarise(
         },
         "batch": {
             "global": recipe.batch_size,
-            "shards": layout.shards,
-            "per_shard": most_rows(recipe, layout.shards, 1),
+            "shards": layout.data_shares,
+            "per_shard": most_rows(recipe, layout.data_shares, 1),
             "per_device": recipe.batch_size / len(layout.devices),
             "accumulate": recipe.accumulate,
             "per_pass": layout.rows,

@@ -28,7 +28,7 @@ def traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic:
     recipe, count, resident = layout.recipe, layout.processes, fake.resident(fake.model)
     if cut is not None:
         crossing = 2.0 * cut.microbatches * recipe.accumulate * sum(stage.sent for stage in cut.stages[:-1])
-        return Traffic(ring(layout.shards) * max(cut.gradients), crossing=crossing)
+        return Traffic(ring(layout.data_shares) * max(cut.gradients), crossing=crossing)
     match recipe.traits.exchanges:
         case "gradients":
             return Traffic(ring(count) * resident.gradients / (2 if recipe.ddp.compress else 1))

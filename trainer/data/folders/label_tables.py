@@ -78,10 +78,10 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
         PhotoFolder(root, [row.file for row in some], labels)
         for some, labels in zip((train, val), targets, strict=True)
     )
-    split = f"the held-out rows of {path}"
+    holdout = f"the held-out rows of {path}"
     if not divides:
-        trains, holds, split = divided(trains, recipe, before)
-    return photos(recipe, trains, holds, names, split, notes | told, drawn=not divides)
+        trains, holds, holdout = divided(trains, recipe, before)
+    return photos(recipe, trains, holds, names, holdout, notes | told, drawn=not divides)
 
 
 def read_rows(path: Path, root: Path, reads: Reads, data: DataRecipe) -> tuple[tuple[str, ...], list[Row], bool]:

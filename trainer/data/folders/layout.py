@@ -27,7 +27,7 @@ from trainer.saving.run_names import run_folder
 # Names of folders, in upper or lower case; the first that exists is used.
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 TRAIN, TEST, HELD_OUT = PARTS["train"], PARTS["test"], PARTS["val"] + PARTS["test"]
-SPLIT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
+HOLDOUT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
 
 
 class ClassFolders(NamedTuple):
@@ -160,10 +160,10 @@ def hold_out(
     if before.held_out is not None:
         known = np.array([portable(name) in before.held_out for name in names], bool)
         if known.any() and not known.all():
-            return known, f"{int(known.sum())} of {where}, as when the run began ({SPLIT_FILE})"
+            return known, f"{int(known.sum())} of {where}, as when the run began ({HOLDOUT_FILE})"
         if not before.elsewhere:
             raise SetupError(
-                f"{where}: of the images that this run holds out ({SPLIT_FILE} in its folder) "
+                f"{where}: of the images that this run holds out ({HOLDOUT_FILE} in its folder) "
                 f"{'only those are' if known.any() else 'none is'} there: put them back, or choose another output="
             )
     if before.elsewhere:
@@ -184,7 +184,7 @@ def part_of(path: Path, part: str) -> frozenset[str] | None:
 
     None: it drew no split. Raises SetupError.
     """
-    file = (run_folder(path) or path) / SPLIT_FILE
+    file = (run_folder(path) or path) / HOLDOUT_FILE
     if not os.path.lexists(file):
         return None
     try:

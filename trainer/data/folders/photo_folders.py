@@ -77,7 +77,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
     check_several(layout.train, classes)
     train = PhotoFolder(layout.train, *_targets(classes))
     if layout.held_out is None:
-        train, val, split = divided(train, recipe, before)
+        train, val, holdout = divided(train, recipe, before)
     else:
         others = classes_of(layout.held_out, left)
         for name in sorted(set(others) - set(classes) if before.test else set(classes) ^ set(others)):
@@ -86,11 +86,11 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
                 f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
             )
         val = PhotoFolder(layout.held_out, *_targets({name: others.get(name, []) for name in classes}))
-        split = str(layout.held_out)
+        holdout = str(layout.held_out)
     notes = left.notes() | told
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
-    return photos(recipe, train, val, [*classes], split, notes, drawn=layout.held_out is None)
+    return photos(recipe, train, val, [*classes], holdout, notes, drawn=layout.held_out is None)
 
 
 def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:
@@ -103,13 +103,13 @@ def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Phot
     """The training and the held-out images of a set without a split, and the split in words. Raises SetupError."""
     names = [whole.name(index) for index in range(len(whole))]
     labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
-    chosen, split = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
+    chosen, holdout = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
     if chosen.all():
-        return whole, whole, split
-    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), split
+        return whole, whole, holdout
+    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), holdout
 
 
-def split_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
+def holdout_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
     """The text of a run's split.csv: which images train and which are held out."""
     rows = [("file", "label", "split")]
     for part, split in ((train, "train"), (val, "val")):
@@ -143,7 +143,7 @@ def photos(
     train: EncodedPhotos,
     val: EncodedPhotos,
     names: Sequence[str],
-    split: str,
+    holdout: str,
     notes: Mapping[str, str],
     drawn: bool,
 ) -> Datasets:
@@ -166,10 +166,10 @@ def photos(
         mean=mean,
         std=std,
         synthetic=False,
-        split=split,
+        holdout=holdout,
         notes={**shape, **values.notes(), **counts, **notes},
         sources=(train, val),
-        split_table=partial(split_table, train, val, names) if drawn and train is not val else None,
+        holdout_table=partial(holdout_table, train, val, names) if drawn and train is not val else None,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from trainer.data import Batch, Shard
+from trainer.data import Batch, DataShare
 from trainer.errors import RecipeError
 from trainer.models.partition import Traced
 from trainer.models.undisturbed import undisturbed
@@ -81,10 +81,10 @@ class ProcessPipeline(Staged):
         self._losses: list[Tensor] = []
 
     @classmethod
-    def data_shard(cls, recipe: Recipe, world: World) -> Shard:
+    def data_share(cls, recipe: Recipe, world: World) -> DataShare:
         ranks, stages = ranks_per_pipeline(recipe, world.size), holders(recipe, world.size)
         replica, place = divmod(world.rank, ranks)
-        return Shard(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
+        return DataShare(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
 
     def place(self, model: nn.Module) -> None:
         # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.
@@ -297,6 +297,6 @@ class ProcessPipeline(Staged):
         """Of this replica, among all."""
         return self.world.rank - self.pipe_rank + pipe_rank
 
-    def settle(self, averages: Mapping[str, Tensor]) -> None:
+    def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Each replica's BatchNorm has seen its own part of the batches: the first one's statistics are the truth."""
         self.broadcast_buffers(averages, "replicas")

@@ -9,7 +9,7 @@ in which they are launched otherwise, and what goes between devices is copied be
 and events. A device's graphs follow each other, as those that share a pool of memory have to.
 
 What a copy reads or writes belongs to the recording and is in no other use, for graphs know nothing of copies that are
-still under way: from pass to pass `Edge.settle` orders them.
+still under way: from pass to pass `Edge.order_passes` orders them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RecordedActions:
         if pipeline.context.scale:
             self._unit.copy_(pipeline.unit())
         for edge in pipeline.edges.values():
-            edge.settle()
+            edge.order_passes()
         with pipeline.overlapped(), pipeline.recorder.step():
             for action, replay, copied in self._actions:
                 with pipeline.working(action):

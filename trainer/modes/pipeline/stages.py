@@ -186,7 +186,7 @@ class Staged(Strategy):
         seconds = torch.zeros(self.plan.stages, dtype=torch.float64)
         for span in spans:
             seconds[span.action.stage] += span.end - span.begin
-        summed: list[float] = (self.world.sum_(seconds) / self.shard.count).tolist()
+        summed: list[float] = (self.world.sum_(seconds) / self.share.count).tolist()
         return summed
 
     def sample(self, rows: int) -> Tensor:
@@ -289,7 +289,7 @@ class Staged(Strategy):
         bubble = 1 - sum(busy) / (self.pipe.workers * length)
         self._bubbles.append(bubble)
         launching = torch.tensor(math.fsum(span.launching for span in spans), dtype=torch.float64)
-        self._launching.append(self.world.sum_(launching).item() / self.shard.count / (self.pipe.workers * length))
+        self._launching.append(self.world.sum_(launching).item() / self.share.count / (self.pipe.workers * length))
         most = bubble + self._launching[-1]
         values = {"pipeline/bubble_pct": 100 * bubble, "pipeline/bubble_at_most_pct": 100 * most}
         values |= {f"pipeline/stage{stage}_busy_pct": 100 * seconds / length for stage, seconds in enumerate(busy)}
@@ -297,7 +297,7 @@ class Staged(Strategy):
 
     def timeline(self) -> list[list[Span]]:
         """The first replica's; ranks of one machine share a clock."""
-        gathered = self.world.gather(self._recent if self.shard.index == 0 else None)
+        gathered = self.world.gather(self._recent if self.share.index == 0 else None)
         ranks = [steps for steps in gathered if steps is not None]
         return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
 
@@ -319,7 +319,7 @@ class Staged(Strategy):
             "pipeline": {
                 "stages": self.plan.stages,
                 "ranks": self.pipe.workers,
-                "replicas": self.shard.count,
+                "replicas": self.share.count,
                 "schedule": self.plan.schedule,
                 "cuts": list(self.plan.cuts),
                 "microbatches": self.plan.microbatches,

@@ -67,7 +67,7 @@ class Edge:
     def copy(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
         """A detached copy on the target, whose stage waits for it; `tensor` was computed by the source's stage.
 
-        `into`: memory on the target, which nothing uses any more that came before the pass (see `settle`).
+        `into`: memory on the target, which nothing uses any more that came before the pass (see `order_passes`).
         """
         tensor = tensor.detach()
         if self.source.stream is None or self.target.stream is None:
@@ -88,7 +88,7 @@ class Edge:
         moved.record_stream(self.target.stream)
         return moved
 
-    def settle(self) -> None:
+    def order_passes(self) -> None:
         """Between passes that use the same memory: the next one's copies wait for those who read what they overwrite,
         and the source for the copies of what it computes anew."""
         if self.source.stream is not None and self.target.stream is not None:

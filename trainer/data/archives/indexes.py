@@ -34,7 +34,7 @@ FOLDER = "shards"
 ARRAYS = ("names", "places", "labels", "folders")  # of an index
 
 
-class ShardFile(NamedTuple):
+class Archive(NamedTuple):
     """A file that holds many images."""
 
     path: bytes
@@ -42,7 +42,7 @@ class ShardFile(NamedTuple):
     time: int  # of its last change, in nanoseconds since 1970
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> ShardFile:
+    def of(cls, path: str | os.PathLike[str]) -> Archive:
         """Raises OSError."""
         facts = os.stat(path)
         return cls(os.path.abspath(os.fsencode(path)), facts.st_size, facts.st_mtime_ns)
@@ -61,7 +61,7 @@ class ShardFile(NamedTuple):
 class OpenShard:
     """A descriptor that is closed with its last reference: threads may still read one that left the cache."""
 
-    def __init__(self, shard: ShardFile) -> None:
+    def __init__(self, shard: Archive) -> None:
         """Raises OSError."""
         self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         facts = os.fstat(self.descriptor)
@@ -79,7 +79,7 @@ opened = lru_cache(maxsize=OPEN)(OpenShard)
 
 
 @dataclass(frozen=True)
-class ShardIndex:
+class ArchiveIndex:
     """The samples of a shard, and what it holds beside their images."""
 
     names: Array  # of all samples, each with a zero byte behind it
@@ -95,7 +95,7 @@ class ShardIndex:
         return len(self.labels)
 
     @classmethod
-    def of(cls, rows: Mapping[bytes, tuple[int, int, int, int]], *contents: Any) -> ShardIndex:
+    def of(cls, rows: Mapping[bytes, tuple[int, int, int, int]], *contents: Any) -> ArchiveIndex:
         """`rows` are the places, label and folder of each sample, by name; `contents` all else."""
         table = np.array([*rows.values()], np.int64).reshape(-1, 4)
         joined = np.frombuffer(b"".join(name + b"\0" for name in rows), np.uint8)
@@ -106,7 +106,7 @@ class ShardIndex:
         return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")[:-1]]
 
 
-def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) -> ShardIndex:
+def kept(shard: Archive, how: str, make: Callable[[Archive], ArchiveIndex]) -> ArchiveIndex:
     """A shard's index, from its file, else made anew and written where that is possible.
 
     `how` is what `make` depends on beside the shard. Raises whatever `make` raises.
@@ -118,7 +118,7 @@ def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) ->
         facts = json.loads(stored["about"].tobytes())
         contents = facts.pop("contents")
         if facts == about:
-            return ShardIndex(**{key: stored[key] for key in ARRAYS}, **contents)
+            return ArchiveIndex(**{key: stored[key] for key in ARRAYS}, **contents)
     index = make(shard)
     contents = {key: value for key, value in vars(index).items() if key not in ARRAYS}
     text = json.dumps({**about, "contents": contents}).encode()
@@ -133,7 +133,7 @@ def kept(shard: ShardFile, how: str, make: Callable[[ShardFile], ShardIndex]) ->
     return index
 
 
-def path_of(shard: ShardFile) -> Path:
+def path_of(shard: Archive) -> Path:
     """The file of a shard's index."""
     key = xxhash.xxh3_64_hexdigest(os.path.realpath(shard.path))
     return data_folder(DataRecipe()) / FOLDER / f"{key}.npz"

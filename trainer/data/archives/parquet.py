@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.archives.indexes import OPEN, Archive, ArchiveIndex, Bytes, kept
 from trainer.data.items import INPUTS, TARGETS
 from trainer.data.photos.decoding import reason
-from trainer.data.shards.indexes import OPEN, Bytes, ShardFile, ShardIndex, kept
 from trainer.errors import SetupError
 
 KIND = b"parquet"
@@ -26,13 +26,13 @@ KEPT = 2**28  # bytes of row groups that a process keeps
 BYTES, TEXT = ((kind, f"large_{kind}", f"{kind}_view") for kind in ("binary", "string"))
 
 
-def index(shard: ShardFile) -> ShardIndex:
+def index(shard: Archive) -> ArchiveIndex:
     """The index of its rows. Raises SetupError, OSError."""
     pyarrow()
     return kept(shard, "parquet", look)
 
 
-def encoded(shard: ShardFile, group: int, row: int) -> Bytes:
+def encoded(shard: Archive, group: int, row: int) -> Bytes:
     """An image's bytes, of a row of a row group. Raises OSError, ValueError."""
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
@@ -50,7 +50,7 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def look(shard: ShardFile) -> ShardIndex:
+def look(shard: Archive) -> ArchiveIndex:
     """Read the metadata and the labels."""
     try:
         table = opened(shard)
@@ -74,13 +74,13 @@ def look(shard: ShardFile) -> ShardIndex:
     with suppress(KeyError, ValueError, TypeError):  # as the library `datasets` writes them
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = [str(name) for name in features[label]["names"]] or None
-    return ShardIndex.of(rows, [*texts], names, [""], {})
+    return ArchiveIndex.of(rows, [*texts], names, [""], {})
 
 
 @lru_cache(maxsize=OPEN)
-def opened(shard: ShardFile) -> Any:
+def opened(shard: Archive) -> Any:
     """A Parquet file of pyarrow's. Raises whatever opening raises."""
-    if ShardFile.of(str(shard)) != shard:
+    if Archive.of(str(shard)) != shard:
         raise OSError(f"{shard} was changed since this run began")
     return pyarrow().parquet.ParquetFile(str(shard))
 
@@ -103,10 +103,10 @@ def label_column(schema: Any) -> str | None:
 
 
 _LOCK = threading.Lock()
-_GROUPS: OrderedDict[tuple[ShardFile, int], Any] = OrderedDict()  # arrays of pyarrow's, of those that were read last
+_GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()  # arrays of pyarrow's, of those that were read last
 
 
-def images_of(shard: ShardFile, group: int) -> Any:
+def images_of(shard: Archive, group: int) -> Any:
     """The images of a row group, an array of bytes. Raises whatever reading raises."""
     key = shard, group
     with _LOCK:

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from tests.data.shards.making import jpeg, opened, parquet
-from trainer.data.shards import parquet as shards
-from trainer.data.shards.indexes import ShardFile
+from tests.data.archives.making import jpeg, opened, parquet
+from trainer.data.archives import parquet as shards
+from trainer.data.archives.indexes import Archive
 from trainer.errors import SetupError
 
 pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
@@ -43,7 +43,7 @@ def test_as_it_is_published(tmp_path):
 
 def place(source, index):
     path, _, size, time, group, row = source.address(index).split(b"\0")
-    return ShardFile(path, int(size), int(time)), int(group), int(row)
+    return Archive(path, int(size), int(time)), int(group), int(row)
 
 
 @pytest.mark.parametrize("options", [{"use_dictionary": False}, {"data_page_version": "2.0", "compression": "zstd"}])
@@ -104,7 +104,7 @@ def test_names_that_differ_between_shards(tmp_path):
 
 def test_in_order_each_group_is_read_once(tmp_path, monkeypatch):
     path = parquet(tmp_path / "a.parquet", IMAGES, LABELS, group=5)
-    shard, reads = ShardFile.of(path), []
+    shard, reads = Archive.of(path), []
     read = pq.ParquetFile.read_row_group
     monkeypatch.setattr(
         pq.ParquetFile, "read_row_group", lambda self, n, *a, **k: reads.append(n) or read(self, n, *a, **k)

@@ -13,16 +13,16 @@ from typing import Any, Self
 
 import numpy as np
 
+from trainer.data.archives import parquet, tars
+from trainer.data.archives.indexes import Archive, ArchiveIndex
 from trainer.data.class_names import class_names, shared_depth
-from trainer.data.encoded import EncodedPhotos, in_shard
+from trainer.data.encoded import EncodedPhotos, in_archive
 from trainer.data.folders.layout import Before, held_out_of, part_named
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few, is_junk
 from trainer.data.folders.targets import sparse
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets
-from trainer.data.shards import parquet, tars
-from trainer.data.shards.indexes import ShardFile, ShardIndex
 from trainer.errors import SetupError
 from trainer.processes.rank import place
 from trainer.recipe import Recipe
@@ -37,10 +37,10 @@ EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root
 LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
 THREADS = 16  # that make indexes: they wait for the disk
 
-Found = tuple[ShardFile, ShardIndex]
+Found = tuple[Archive, ArchiveIndex]
 
 
-class ShardPhotos(EncodedPhotos):
+class ArchivedPhotos(EncodedPhotos):
     """The images of one split, each by its shard and its place there."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardPhotos(EncodedPhotos):
         return part
 
 
-def open_shards(recipe: Recipe, before: Before) -> Datasets:
+def open_archives(recipe: Recipe, before: Before) -> Datasets:
     """The images of the shards that `data.root` names. Raises SetupError."""
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
@@ -82,11 +82,11 @@ def open_shards(recipe: Recipe, before: Before) -> Datasets:
     tested = np.repeat(np.array(held, bool), [len(index) for _, index in found])
     classes, labels, notes = classes_of(root, [index for _, index in found], tested)
     names = [os.path.relpath(str(shard), root) for shard, _ in found]
-    whole = ShardPhotos(
+    whole = ArchivedPhotos(
         root,
         (f"{name}/{each}" for name, (_, index) in zip(names, found, strict=True) for each in index.listed()),
         labels,
-        [in_shard(shard, _kind(str(shard)).KIND) for shard, _ in found],
+        [in_archive(shard, _kind(str(shard)).KIND) for shard, _ in found],
         np.repeat(np.arange(len(found), dtype=np.int32), [len(index) for _, index in found]),
         np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)]),
     )
@@ -123,7 +123,7 @@ def _kind(path: str) -> Any:
 
 def _index(path: str) -> Found:
     try:
-        shard = ShardFile.of(path)
+        shard = Archive.of(path)
         return shard, _kind(path).index(shard)
     except SetupError:  # a kind of OSError
         raise
@@ -131,7 +131,7 @@ def _index(path: str) -> Found:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
-def classes_of(root: Path, indexes: Sequence[ShardIndex], held_out: Array) -> tuple[list[str], Array, dict[str, str]]:
+def classes_of(root: Path, indexes: Sequence[ArchiveIndex], held_out: Array) -> tuple[list[str], Array, dict[str, str]]:
     """The names of all classes, (samples,) int64 places in these, -1 for no class, and notes for a run's banner, of
     all samples of the shards, one shard behind the other. Raises SetupError.
 
@@ -191,7 +191,7 @@ def _number(text: str) -> int:
     return int(text.lstrip("0")[:10] or 0) if text.isdecimal() else -1
 
 
-def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[str]:
+def _names(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
     """The names of classes that are numbers: from the shards, else from a list beside them, else the numbers."""
     count, where = int(numbers.max(initial=-1)) + 1, root
     lists = sorted({tuple(index.classes) for index in indexes if index.classes})
@@ -213,7 +213,7 @@ def _names(root: Path, indexes: Sequence[ShardIndex], numbers: Array) -> list[st
     return names
 
 
-def _notes(recipe: Recipe, root: Path, whole: ShardPhotos, trains: bool, found: Sequence[Found]) -> dict[str, str]:
+def _notes(recipe: Recipe, root: Path, whole: ArchivedPhotos, trains: bool, found: Sequence[Found]) -> dict[str, str]:
     """For a run's banner: what is left out. Raises SetupError where it may not be, or there are no classes to train."""
     left = LeftOut()
     for _, index in found:

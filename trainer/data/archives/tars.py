@@ -16,9 +16,9 @@ from contextlib import suppress
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
 
+from trainer.data.archives.indexes import Archive, ArchiveIndex, Bytes, kept, opened
 from trainer.data.folders.scanning import HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
 from trainer.data.photos.decoding import LARGEST
-from trainer.data.shards.indexes import Bytes, ShardFile, ShardIndex, kept, opened
 from trainer.errors import SetupError
 
 KIND = b"tar"
@@ -40,19 +40,19 @@ class Member(NamedTuple):
     text: bytes  # what it holds, where that may be a class
 
 
-def index(shard: ShardFile) -> ShardIndex:
+def index(shard: Archive) -> ArchiveIndex:
     """The index of its samples. Raises SetupError, OSError."""
     return kept(shard, "tar " + " ".join(sorted(readable_suffixes())), look)
 
 
-def encoded(shard: ShardFile, start: int, size: int) -> Bytes:
+def encoded(shard: Archive, start: int, size: int) -> Bytes:
     """An image's bytes. Raises OSError, ValueError."""
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
     return shard.read(start, size)
 
 
-def look(shard: ShardFile) -> ShardIndex:
+def look(shard: Archive) -> ArchiveIndex:
     """Read all headers, and the classes; no image. Raises SetupError, OSError."""
     opened(shard)  # it is a file, and the one that it was
     rows: dict[bytes, tuple[int, int, int, int]] = {}  # start, size, class, folder
@@ -72,7 +72,7 @@ def look(shard: ShardFile) -> ShardIndex:
         except ValueError as error:
             advice = "mend it, or leave it out by a pattern, as in data.root='/data/train-*.tar'"
             raise SetupError(f"{shard}: {error}: {advice}") from None
-    return ShardIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
+    return ArchiveIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
 def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:

@@ -8,14 +8,14 @@ import threading
 import numpy as np
 import pytest
 
-from tests.data.shards.making import tarred, with_classes
-from trainer.data.shards import tars
-from trainer.data.shards.indexes import ARRAYS, OPEN, ShardFile, kept, opened, path_of
+from tests.data.archives.making import tarred, with_classes
+from trainer.data.archives import tars
+from trainer.data.archives.indexes import ARRAYS, OPEN, Archive, kept, opened, path_of
 
 
 @pytest.fixture
 def shard(tmp_path):
-    return ShardFile.of(tarred(tmp_path / "a.tar", [*with_classes([0, 1, 2]), ("y.txt", b"")]))
+    return Archive.of(tarred(tmp_path / "a.tar", [*with_classes([0, 1, 2]), ("y.txt", b"")]))
 
 
 def made(shard, how="here"):
@@ -37,7 +37,7 @@ def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard, ke
     assert again.texts == ["0", "1", "2"] and again.left == {"other file(s) (.txt)": 1}
     assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
     os.utime(shard.path, ns=(1, 1))
-    changed = ShardFile.of(os.fsdecode(shard.path))
+    changed = Archive.of(os.fsdecode(shard.path))
     assert made(changed)[1] and not made(changed)[1]
     assert made(changed, how="otherwise")[1]
 
@@ -82,7 +82,7 @@ def test_the_draft_of_one_who_was_killed_is_overwritten(shard, kept):
 def shards(tmp_path, count):
     for n in range(count):
         (tmp_path / str(n)).write_bytes(b"%04d" % n * 100)
-    return [ShardFile.of(tmp_path / str(n)) for n in range(count)]
+    return [Archive.of(tmp_path / str(n)) for n in range(count)]
 
 
 def test_some_are_open_at_a_time_and_what_a_thread_reads_stays_so(tmp_path):

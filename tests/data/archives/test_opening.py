@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, opened, tarred, with_classes
+from tests.data.archives.making import in_folders, jpeg, opened, tarred, with_classes
+from trainer.data.archives.opening import part_of, shards_of
 from trainer.data.folders.layout import Before
-from trainer.data.shards.opening import part_of, shards_of
 from trainer.errors import SetupError
 
 PETS = {"cat": 5, "dog": 5}
@@ -65,11 +65,11 @@ def test_parts_by_the_names_of_shards(tmp_path):
     tarred(tmp_path / "pets-val-000000.tar", in_folders({"cat": 2, "dog": 1}))
     found = opened(tmp_path)
     assert (len(found.train), len(found.val), found.classes) == (30, 3, ("cat", "dog"))
-    assert "val" in found.split and found.split_table is None
+    assert "val" in found.split and found.holdout_table is None
     assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
     assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
     only = opened(tmp_path / "pets-train-*.tar")
-    assert (len(only.train), len(only.val)) == (24, 6) and only.split_table is not None
+    assert (len(only.train), len(only.val)) == (24, 6) and only.holdout_table is not None
 
 
 def test_images_are_read_from_shard_to_shard(tmp_path):
@@ -135,7 +135,7 @@ def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     path = tarred(tmp_path / "a.tar", in_folders({"cat": 10, "dog": 20}))
     found = opened(path)
     assert np.bincount(found.val.labels).tolist() == [2, 4] and found.split.startswith("0.2 of each class of ")
-    rows = found.split_table().splitlines()
+    rows = found.holdout_table().splitlines()
     assert rows[0] == "file,label,split" and len(rows) == 31
     held = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
     tarred(path, in_folders({"cat": 10, "dog": 20, "eel": 5}))

@@ -8,14 +8,14 @@ import tracemalloc
 
 import pytest
 
-from tests.data.shards.making import in_folders, jpeg, opened, tarred
-from trainer.data.shards import tars
-from trainer.data.shards.indexes import ShardFile
+from tests.data.archives.making import in_folders, jpeg, opened, tarred
+from trainer.data.archives import tars
+from trainer.data.archives.indexes import Archive
 from trainer.errors import SetupError
 
 
 def looked(tmp_path, members, **options):
-    shard = ShardFile.of(tarred(tmp_path / "a.tar", members, **options))
+    shard = Archive.of(tarred(tmp_path / "a.tar", members, **options))
     return shard, tars.look(shard)
 
 
@@ -114,7 +114,7 @@ def test_images_are_not_read_to_index_them(tmp_path):
         file.write(member.tobuf())
         file.truncate(member.size + 512 + 1024)
     tracemalloc.start()
-    index = tars.look(ShardFile.of(path))
+    index = tars.look(Archive.of(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert index.places.tolist() == [[512, member.size]] and peak < 3 * 2**20
@@ -127,7 +127,7 @@ RAW = [(f"{n // 9}/{n:04}.jpg", random.Random(n).randbytes(SIZES[n % 6])) for n 
 
 def raw(path):
     """(name, bytes) of all images of a tar; or what is wrong with it."""
-    shard = ShardFile.of(path)
+    shard = Archive.of(path)
     try:
         index = tars.look(shard)
     except SetupError as error:

@@ -34,7 +34,7 @@ def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
     size, recipe = 16, load(None, "batch_size=16", f"accumulate={pieces}", f"augment.mixup={together - 1}")
     permuted = sampling.permutation(0, 0, 3 * size + 3)
     spans = [sampling.share_spans(size, index, count, pieces, together) for index in range(count)]
-    parts = [sampling.shard_rows(permuted, size, span) for span in spans]
+    parts = [sampling.share_rows(permuted, size, span) for span in spans]
     sizes = [len(rows) for part in parts for step in part for rows in step]
     assert min(sizes) >= together and max(sizes) - min(sizes) <= together and not any(n % together for n in sizes)
     assert max(sizes) == most_rows(recipe, count)

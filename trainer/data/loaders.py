@@ -191,7 +191,7 @@ class Loader:
             if share.every_sample:
                 steps = sampling.contiguous_rows(order, size, share.index, share.count, recipe.accumulate)
             else:
-                steps = sampling.shard_rows(order, size, self._spans)
+                steps = sampling.share_rows(order, size, self._spans)
             self._epoch = epoch, [piece for step in steps for piece in step]
         return self._epoch[1]
 

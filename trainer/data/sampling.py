@@ -95,7 +95,7 @@ def share_spans(batch_size: int, index: int, count: int, pieces: int, together: 
     return [(int(part[0]), int(part[-1]) + together) for part in parts]
 
 
-def shard_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
+def share_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
     """What one share reads of an epoch: sample indices, [step][piece] of (rows,).
 
     Global batch b is order[b * batch_size : (b + 1) * batch_size], of which the share reads its `share_spans`. The last

@@ -101,7 +101,7 @@ class Strategy:
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
         # Whether passes exchange nothing, because they are recorded: `reduce_gradients` does it.
-        self.apart = self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
+        self.exchanges_after_passes = self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
         # Of steps that may be replayed whole passes are timed, which exchange nothing either: see `step_graphs`.
         self.times_passes = False
         self._autocast = AUTOCAST.get(self.recipe.precision)
@@ -113,23 +113,23 @@ class Strategy:
         return DataShare(world.rank, world.size, every_sample=recipe.traits.every_sample)
 
     def setup(self, model: nn.Module) -> None:
-        """Take the model, on the CPU, to where it trains."""
-        self.place(model)
-        self.wrap()
-        self.finish()
+        """Take the model, on the CPU, to where it trains: to its device, then as the mode computes it, then to the others."""
+        self.to_device(model)
+        self.transform()
+        self.connect()
 
-    def place(self, model: nn.Module) -> None:
-        """To its device, in its memory order."""
+    def to_device(self, model: nn.Module) -> None:
+        """In its memory order."""
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
 
-    def wrap(self) -> None:
+    def transform(self) -> None:
         """Compile, cut or shard it: whatever changes how it computes or which part of it this rank has."""
         if self.recipe.compile:
             compile_in_place(self.module)
 
-    def finish(self) -> None:
-        """Keep what later calls need of the model as it trains."""
+    def connect(self) -> None:
+        """What ties this rank to the others (DDP is put around the module here), and what later calls need."""
         self._parameters = list(self.named_parameters().values())
 
     def modules(self) -> list[nn.Module]:

@@ -73,19 +73,19 @@ class DistributedDataParallel(Strategy):
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
 
-    def place(self, model: nn.Module) -> None:
+    def to_device(self, model: nn.Module) -> None:
         self._broadcasts = read_in_training(model)
-        if self.apart and self._broadcasts:
+        if self.exchanges_after_passes and self._broadcasts:
             raise RecipeError(
                 f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks exchange them within "
                 "it, which cannot be recorded: set graphs=false"
             )
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
-        super().place(model)
+        super().to_device(model)
 
-    def finish(self) -> None:
-        super().finish()
+    def connect(self) -> None:
+        super().connect()
         if self.world.size == 1:
             return
         # Passes of a user's own code may change weights, and other parameters may be unused in each.
@@ -93,7 +93,7 @@ class DistributedDataParallel(Strategy):
         with lost_peers(), undisturbed([self.module], self.device, weights=own):
             looks = LOOKS if own else 1
             unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused(looks)))))
-            if self.apart and unused:
+            if self.exchanges_after_passes and unused:
                 raise RecipeError(
                     f"model.name={self.recipe.model.name} leaves parameters unused, of which ranks have to tell each "
                     "other within a pass, which cannot be recorded: set graphs=false"
@@ -101,7 +101,7 @@ class DistributedDataParallel(Strategy):
             if unused:
                 warn_of_none_unused()
             try:
-                if not self.apart:
+                if not self.exchanges_after_passes:
                     self._replicate(find_unused_parameters=unused)
             except RuntimeError as error:  # looked for, parameters inside of a reentrant checkpoint seem unused
                 if not unused or "ready only once" not in str(error):
@@ -113,7 +113,7 @@ class DistributedDataParallel(Strategy):
                     ) from None
                 self._replicate(static_graph=True)
         self.module.zero_grad()
-        if self.apart:  # rank 0's weights on every rank, as DDP does it
+        if self.exchanges_after_passes:  # rank 0's weights on every rank, as DDP does it
             for tensors in by_type([*self._parameters, *self.named_buffers().values()]):
                 put_back(self.world.broadcast_(in_a_row(tensors)), [tensor.detach() for tensor in tensors])
 
@@ -137,7 +137,7 @@ class DistributedDataParallel(Strategy):
 
     def reduce_gradients(self) -> None:
         """Where passes exchange nothing: all gradients of a type in one message, after them."""
-        if not self.apart:
+        if not self.exchanges_after_passes:
             return
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if any(parameter.grad is None for parameter in trained):
@@ -210,7 +210,7 @@ class DistributedDataParallel(Strategy):
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Rank 0's buffers are the truth: the others' are its own from here on."""
-        if self.wrapped is not None or self.apart:
+        if self.wrapped is not None or self.exchanges_after_passes:
             self.broadcast_buffers(averages)
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class DistributedDataParallel(Strategy):
     def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
         """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
         many bytes, of which some may be hidden."""
-        if self.apart:
+        if self.exchanges_after_passes:
             return self._exchanged(self.world.broadcast_object(budget))._replace(at_most=False)  # nothing hides it
         if self.wrapped is None:
             return Communication(0.0)

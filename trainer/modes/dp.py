@@ -31,8 +31,8 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the process's devices. Without CUDA torch passes everything through to the module."""
 
-    def finish(self) -> None:
-        super().finish()
+    def connect(self) -> None:
+        super().connect()
         self.rows = self.context.example.rows
         self.passes_through = self.device.type != "cuda"
         self.wrapped: nn.Module = Replica(self.module, self.in_precision)

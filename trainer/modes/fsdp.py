@@ -51,10 +51,10 @@ class FullyShardedDataParallel(Strategy):
     sharded: Mapping[str, nn.Parameter] | None = None  # torch's DTensors by name, where there are several ranks
     readers: Sequence[torch.device] = ()  # that copy weights from the host, which are to stay as they are meanwhile
 
-    def place(self, model: nn.Module) -> None:
+    def to_device(self, model: nn.Module) -> None:
         """Blocks go to the device one by one, as they are sharded: the whole model may be too large for it."""
         if self.world.size == 1:
-            super().place(model)
+            super().to_device(model)
             return
         if computed(model):
             raise self._refusal("keeps weights that are computed of others, as pruned ones")
@@ -80,9 +80,9 @@ class FullyShardedDataParallel(Strategy):
             if not self.world.is_main:
                 give_values(tensor, values)
 
-    def wrap(self) -> None:
+    def transform(self) -> None:
         if self.world.size == 1:
-            super().wrap()
+            super().transform()
             return
         shards = weight_shards(self.recipe, self.world.size)
         self.world.arrange({"replicas": self.world.size // shards, "shards": shards})
@@ -120,14 +120,14 @@ class FullyShardedDataParallel(Strategy):
         if (reason := self.world.broadcast_object(next(filter(None, reasons), None))) is not None:
             raise self._refusal(reason)
 
-    def finish(self) -> None:
+    def connect(self) -> None:
         if self.world.size > 1:
             self.sharded = dict(self.module.named_parameters())
             self._local = {
                 name: nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
                 for name, parameter in self.sharded.items()
             }
-        super().finish()
+        super().connect()
         if self.world.size > 1:
             with lost_peers(), self._explained():
                 check_sharded(self, self._whole)

@@ -23,13 +23,13 @@ INSTEAD = "use mode=local_sgd, or start all ranks in one container with /proc"
 class Hogwild(Strategy):
     """One set of weights and buffers for all ranks; gradients, optimizer and moving average are each rank's own."""
 
-    def finish(self) -> None:
+    def connect(self) -> None:
         """Put the weights where all ranks see them.
 
         Raises:
             SetupError: this system has no anonymous memory files, or does not let one rank open another's.
         """
-        super().finish()
+        super().connect()
         tensors = [*self.module.parameters(), *self.module.buffers()]
         file = zeros(byte_offsets(tensors)[-1]) if self.world.is_main else None
         move(tensors, mapped(self.world.broadcast_object(file and file.address())), fill=self.world.is_main)

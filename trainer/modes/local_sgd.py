@@ -82,8 +82,8 @@ class LocalSGD(Strategy):
         self.averaging = Stopwatch(self.device)
         self.outer: OuterSGD | None = None
 
-    def finish(self) -> None:
-        super().finish()
+    def connect(self) -> None:
+        super().connect()
         section = self.recipe.local_sgd
         if section.outer_copies and self.world.size > 1:
             trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}

@@ -1,6 +1,6 @@
 """What happens to gradients and weights: learning rate, finite check, fp16 scaling, moving average.
 
-`training.loop` calls these in this order.
+The loop asks for the learning rate and feeds the average; `training.step_graphs.Steps` calls the `Updater`.
 """
 
 from __future__ import annotations

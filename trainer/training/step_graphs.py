@@ -245,7 +245,7 @@ class Steps:
             with recorder.aside():
                 return self.updater.step(loss, self.strategy, want_norm)
         evidence.reduced = evidence.gradients
-        if self.strategy.apart:
+        if self.strategy.exchanges_after_passes:
             evidence.reduced = copies([p.grad for p in self.updater.parameters])
         with recorder.aside(), recorder.rehearsal() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)

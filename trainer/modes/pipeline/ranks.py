@@ -86,17 +86,17 @@ class ProcessPipeline(Staged):
         replica, place = divmod(world.rank, ranks)
         return DataShare(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
 
-    def place(self, model: nn.Module) -> None:
+    def to_device(self, model: nn.Module) -> None:
         # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         ways = 1 + torch_has("gradients through a group of their own")
         self.world.arrange({"replicas": self.replicas, "stages": self.ranks}, groups={"stages": ways})
         self.pipe_group, self.back_group = self.world.group("stages"), self.world.group("stages", ways - 1)
-        super().place(model)
+        super().to_device(model)
 
-    def wrap(self) -> None:
+    def transform(self) -> None:
         with lost_peers():
-            super().wrap()
+            super().transform()
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))

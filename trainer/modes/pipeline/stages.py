@@ -52,14 +52,14 @@ class Staged(Strategy):
         self._busy: list[float] = []
         self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
 
-    def place(self, model: nn.Module) -> None:
+    def to_device(self, model: nn.Module) -> None:
         """In its memory order; each stage goes to its device when the cuts are known."""
         self._names = [name for name, _ in model.named_parameters()]
         self._saved = set(model.state_dict())
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.model = model.to(memory_format=layout)
 
-    def wrap(self) -> None:
+    def transform(self) -> None:
         """Cut it as measured before, or now."""
         traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
@@ -88,10 +88,10 @@ class Staged(Strategy):
             plan, self.tuned = tuner.find_plan()
         return plan
 
-    def finish(self) -> None:
+    def connect(self) -> None:
         forget_memory(self.world.drives)
         del self.model  # stages that are not this rank's need no memory
-        super().finish()
+        super().connect()
 
     def defers(self, microbatches: int) -> bool:
         """Whether BatchNorm's statistics are those of several passes; a pass that is computed again counts once."""

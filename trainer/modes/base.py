@@ -101,7 +101,9 @@ class Strategy:
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
         # Whether passes exchange nothing, because they are recorded: `reduce_gradients` does it.
-        self.exchanges_after_passes = self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
+        self.exchanges_after_passes = (
+            self.recipe.graphs is True and self.world.size > 1 and cuda_graphs.possible(self.device)
+        )
         # Of steps that may be replayed whole passes are timed, which exchange nothing either: see `step_graphs`.
         self.times_passes = False
         self._autocast = AUTOCAST.get(self.recipe.precision)
@@ -113,7 +115,7 @@ class Strategy:
         return DataShare(world.rank, world.size, every_sample=recipe.traits.every_sample)
 
     def setup(self, model: nn.Module) -> None:
-        """Take the model, on the CPU, to where it trains: to its device, then as the mode computes it, then to the others."""
+        """Take the model, on the CPU, to where it trains."""
         self.to_device(model)
         self.transform()
         self.connect()

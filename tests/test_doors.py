@@ -332,8 +332,10 @@ def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
     same = [f"model.init_from={home}/base-{size}", "optimizer.lr=1e-12", "optimizer.weight_decay=0"]
     output = home / "runs" / f"{name}-{size}-{len([*home.glob('runs/*')])}"
     words = [*words, *same, f"data.image_size={size}", f"output={output}"]
-    result = trainer.train("digits", *WORDS, *words, data=data)
     plugin = [word for word in words if word.startswith("plugin=")]
+    words = [word for word in words if word not in plugin]
+    plugged = plugin[0].partition("=")[2] if plugin else None
+    result = trainer.train("digits", *WORDS, *words, data=data, plugin=plugged)
     run = trainer.load(output)
     told = by_python(run, home, str)
     with torch.no_grad():  # of photos that are cut, the guide's program tells what they are

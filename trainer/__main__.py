@@ -100,7 +100,7 @@ def run(words: Sequence[str]) -> int:
         return show_help([word for word in words if word not in ("--help", "-h")])
     command, rest = read(words)
     if COMMANDS[command].alone:
-        topology.check_alone(command, os.environ, command in ("evaluate", "predict"))
+        topology.check_alone(command, os.environ, shared=command == "evaluate")
     if command == "train":
         return train(rest)
     if command == "evaluate":

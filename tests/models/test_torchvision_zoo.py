@@ -154,6 +154,6 @@ def test_what_inputs_weights_want_goes_with_them_from_run_to_run(name, tmp_path)
 def test_weights_without_a_classifier_are_refused(tmp_path):
     """VGG-16's of IMAGENET1K_FEATURES: all of its last layers are NaN."""
     (tmp_path / "photos").mkdir()
-    for words in (["recipe=finetune", "data.root=photos"], ["predict", "photos"]):
-        done = trainer(*words, "model.name=vgg16", "model.weights=IMAGENET1K_FEATURES", cwd=tmp_path)
-        assert done.returncode == 2 and "IMAGENET1K_V1" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    words = ["recipe=finetune", "data.root=photos", "model.name=vgg16", "model.weights=IMAGENET1K_FEATURES"]
+    done = trainer(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "IMAGENET1K_V1" in done.stderr and "Traceback" not in done.stderr, done.stderr

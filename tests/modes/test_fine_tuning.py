@@ -118,7 +118,7 @@ def test_what_is_frozen_stays_to_the_last_bit(way, trained, tmp_path, full):
     words += [f"model.init_from={trained}", "model.freeze=1", "ema=0.9"]
     ok(*SHORT, "model.name=cnn", *SGD, *words, f"output={tmp_path / 'run'}")
     frozen = result(tmp_path / "run")["facts"]["frozen"]
-    assert frozen.startswith("0, 1: 352 of 94,186 parameters; 1 BatchNorm")
+    assert frozen.startswith("0, 1: 352 of 94,186 parameters; statistics of 1 normalisation layer")
     before = load_file(trained)
     for name in ("last", "best"):
         after = load_file(tmp_path / "run" / f"{name}.safetensors")

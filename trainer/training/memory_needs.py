@@ -72,6 +72,8 @@ def _out_of_memory(resolved: Resolved, state: TrainState, error: BaseException) 
     pieces = pieces_that_fit(recipe, count, recipe.accumulate + 1, per_sample, room)
     words = [f"accumulate={pieces}, which computes the same batch in smaller pieces"] * (pieces is not None)
     words += ["pipeline.recompute=true"] * (recipe.traits.micro_batches and not recipe.pipeline.recompute)
+    if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
+        words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += ["a smaller batch_size"]
     if not staged and recipe.traits.exchanges != "shards":
         words += ["for a model too big for one device, mode=fsdp or mode=pipeline with nproc=2"]

@@ -20,10 +20,10 @@ from trainer.recipe.checks import (
     VIRTUAL,
     check_options,
     check_processes,
+    data_shares,
     microbatch_counts,
     ranks_per_pipeline,
     schedule_of,
-    data_shares,
 )
 from trainer.recipe.known_names import check_model_name, check_names
 

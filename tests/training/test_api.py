@@ -74,9 +74,9 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
         (None, {"data": Path("nowhere")}, "data.root=nowhere is not a folder on this machine"),
         ("digits", {"model": "net.pt", "mode": "single"}, "model.name=net.pt is not a model"),
         ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
-        (None, {"net": net()}, "net=Sequential is not a key: what is no recipe\'s is model=net, data="),
-        (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: what is no recipe\'s is model=net, data="),
-        (None, {"callbacks": [print]}, "callbacks=print is not a key: what is no recipe\'s is model=net, data="),
+        (None, {"net": net()}, "net=Sequential is not a key: what is no recipe's is model=net, data="),
+        (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: what is no recipe's is model=net, data="),
+        (None, {"callbacks": [print]}, "callbacks=print is not a key: what is no recipe's is model=net, data="),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):

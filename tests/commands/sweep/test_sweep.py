@@ -13,7 +13,7 @@ import pytest
 from tests.command_line import BARE, ok, result, told_to_type
 from tests.typed import odd
 from trainer.commands import sweep
-from trainer.commands.sweep.results import SweepReport
+from trainer.commands.sweep.results import TrialFigures
 from trainer.errors import FolderInUseError
 from trainer.launch import launching
 from trainer.recipe import load
@@ -42,14 +42,9 @@ def test_every_combination_runs_once_as_many_at_a_time_as_there_are_cores(machin
     words = machine.words[0]
     assert (words["mode"], words["threads"], words["devices"], words["epochs"]) == ("single", "1", "[cpu]", "3")
     assert [row["trial"] for row in report["trials"]][:2] == [3, 4] and report["status"] == "completed"
-    assert odd(report_of(report), SweepReport) == []
-
-
-def report_of(plain):
-    """As it was before JSON made texts of numbers."""
-    for row in plain["trials"]:
-        row["runs"] = {int(seed): value for seed, value in row["runs"].items()}
-    return plain
+    for row in report["trials"]:
+        row["runs"] = {int(seed): value for seed, value in row["runs"].items()}  # of which JSON made texts
+        assert odd(row, TrialFigures) == []
 
 
 def test_the_winning_command_has_one_device_of_those_that_the_sweep_had(machine):

@@ -88,13 +88,7 @@ def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
         mode, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
-    if mode not in MODES:
-        guess = recipe.nearest(mode, MODES)
-        raise RecipeError(
-            f"modes: '{mode[:80]}' is not a mode; "
-            + (f"did you mean {guess}? " if guess else "")
-            + f"there are: {', '.join(MODES)}"
-        )
+    recipe.load({"mode": mode})  # which tells what is no mode
     odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
     if odd:
         raise RecipeError(f"modes: '{text[:80]}': {odd} cannot be set for one entry, only for the whole comparison")

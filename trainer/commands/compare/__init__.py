@@ -1,7 +1,4 @@
-"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
-
-Each mode runs as a user would start it, in a process of its own.
-"""
+"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.saving.files import usable_json
-from trainer.telemetry.readable import number
+from trainer.telemetry import readable
 
 FILE = "compare.json"
 CHECKED_STEPS = 20  # whose losses are held against single's
@@ -57,7 +57,7 @@ class Comparison:
         try:
             say(f"comparing {self.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
             for entry in (row.entry for row in self.rows):
-                how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
+                how = f"{readable.counted(entry.ranks, 'rank')} x {readable.counted(entry.threads, 'thread')}"
                 say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
             self.engine.run(self._trials(), self._told)
             status = "completed"
@@ -92,9 +92,8 @@ class Comparison:
         fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
         self.length = self.length or choose_length(self.base, checked, self.asked["steps"], fixed)
         self._write("running")
-        more = "" if self.asked["repeats"] else ", or more where a difference could go unnoticed"
+        more = ", or more where a difference could go unnoticed" * (self.asked["repeats"] is None)
         say(f"{self.length.steps} steps per run, {self.repeats} runs each{more}")
-        self.progress.begin()
         for repeat in self._rounds():
             for row in self._able():
                 typed = row.entry.words  # what the user says of length and logging goes first
@@ -148,9 +147,8 @@ class Comparison:
             if repeat == CHECK:
                 row.losses = [float(step["train_loss"]) for step in steps]
             elif result["throughput"]:
-                rate = speed(steps, result["throughput"]["samples_per_sec"])
-                row.speeds[repeat] = rate * in_steps(result)
-                news = f"{number(row.speeds[repeat])} images/s"
+                row.speeds[repeat] = speed(steps, result["throughput"]["samples_per_sec"]) * in_steps(result)
+                news = f"{readable.number(row.speeds[repeat])} images/s"
         what = f"repeat {repeat}" if repeat else "check of the losses"
         self.progress.tell(f"{row.entry.name}, {what}", news, outcome.seconds)
 

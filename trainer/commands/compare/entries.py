@@ -49,7 +49,7 @@ def entries(
     base = recipe.load(source, *words)
     if plugin is None:
         check_names(base)
-    shared = _by_key(words)
+    shared = {word.partition("=")[0]: word for word in words}
     given = shared.pop("mode", None)
     if given and modes is not None:
         raise RecipeError(f"{given} and modes=[...] set the same thing: keep modes=")
@@ -92,11 +92,7 @@ def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
     odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
     if odd:
         raise RecipeError(f"modes: '{text[:80]}': {odd} cannot be set for one entry, only for the whole comparison")
-    return mode, _by_key(words)
-
-
-def _by_key(words: Sequence[str]) -> dict[str, str]:
-    return {word.partition("=")[0]: word for word in words}
+    return mode, {word.partition("=")[0]: word for word in words}
 
 
 def _entry(source: str | Mapping[str, Any], name: str, mode: str, words: dict[str, str]) -> Entry:

@@ -11,7 +11,6 @@ from typing import Any
 from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.exactness import Exactness, batch_dependent, exactness_of
 from trainer.commands.trials import significance
-from trainer.commands.trials.report import listed
 from trainer.commands.trials.significance import Difference
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
@@ -150,9 +149,9 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> li
     elif len(best) == len(names):
         few = min(pair.pairs for pair in compared)
         hint = f"; {few} repeats show only very large ones, try repeats=5" if few < 4 else ""
-        sentences.append(f"{NO_DIFFERENCE} between {listed(best)}{hint}")
+        sentences.append(f"{NO_DIFFERENCE} between {' and '.join(best)}{hint}")
     else:
-        sentences.append(f"fastest: {listed(best)}" + f", {NO_DIFFERENCE} between them" * (len(best) > 1))
+        sentences.append(f"fastest: {' and '.join(best)}" + f", {NO_DIFFERENCE} between them" * (len(best) > 1))
     if any(row.label == STAND_IN for row in table):
         sentences.append(f"rows marked '{STAND_IN}' used these in place of GPUs, on which the order may differ")
     return sentences

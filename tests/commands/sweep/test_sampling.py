@@ -77,9 +77,3 @@ def test_what_is_drawn_is_kept_before_it_runs(machine, monkeypatch):
     next(path for path in Path("out").glob("002*") if path.is_dir()).rename("gone")
     swept("trials=4", "threads=2")
     assert seen[4:] == [4], "no draw is lost while earlier trials go on"
-
-
-def test_a_trial_that_fails_is_no_value(machine):
-    machine.faults["002"] = 5
-    report = swept("trials=4", "threads=2")
-    assert report["trials"][-1]["status"] == "failed" and len(report["trials"]) == 4

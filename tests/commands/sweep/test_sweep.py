@@ -119,21 +119,14 @@ def test_a_loss_that_was_not_finite_is_not_tried_again_and_other_failures_are(ma
     assert swept(RATES, code=6)["best"] is None, "the exit code is the first trial's"
 
 
-@pytest.mark.parametrize("word", ["data.root=elsewhere", "mode=local_sgd", "stop.patience=2", "seed=1"])
-def test_what_changes_a_result_is_another_sweep(machine, word):
+def test_what_changes_a_result_is_another_sweep_and_it_says_what_goes_on_there(machine):
     swept(RATES, "output=out")
-    with pytest.raises(FolderInUseError, match=f"other {word.partition('=')[0]}"):
-        swept(RATES, word, "output=out")
-
-
-def test_a_folder_of_another_sweep_is_refused_with_what_goes_on_there(machine):
-    swept(RATES, "output=out")
-    with pytest.raises(FolderInUseError, match="other epochs") as caught:
-        swept(RATES, "epochs=3", "output=out")
+    for word in ("data.root=elsewhere", "mode=local_sgd", "stop.patience=2", "seed=1", "epochs=3"):
+        with pytest.raises(FolderInUseError, match=f"other {word.partition('=')[0]}") as caught:
+            swept(RATES, word, "output=out")
     (line,) = told_to_type(str(caught.value))
     machine.ran.clear()
-    words = shlex.split(line)[4:]
-    assert sweep.command(words) == 0 and not machine.ran
+    assert sweep.command(shlex.split(line)[4:]) == 0 and not machine.ran
     with pytest.raises(FolderInUseError, match=r"other swept.*choose another output="):
         swept("optimizer.lr=[0.1,0.2]", "output=out")
 

@@ -14,7 +14,6 @@ from trainer.commands.trials.significance import (
     LOOKS,
     Difference,
     differences,
-    fastest,
     ratios,
     unclear,
 )
@@ -80,16 +79,6 @@ def test_holm_goes_on_after_a_clear_pair():
     clear, close = differences(runs, among=[("a", "b"), ("b", "c")])
     assert clear.verdict == close.verdict == "faster"
     assert [d.verdict for d in differences(runs, among=[("b", "c"), ("c", "b")])] == [None, None]
-
-
-def test_fastest():
-    def beats(first, second):
-        return Difference(first, second, 5, 2.0, 1.5, 2.5, 0.0, "faster")
-
-    even = Difference("a", "b", 5, 1.0, 0.9, 1.1, 1.0, None)
-    assert fastest("abc", [even, beats("a", "c"), beats("b", "c")]) == ["a", "b"]
-    assert fastest("ab", [beats("b", "a")]) == ["b"]
-    assert fastest("ab", [even]) == ["a", "b"]
 
 
 # ------------------------------------------------------------------------------------------ simulated comparisons

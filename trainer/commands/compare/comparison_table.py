@@ -103,12 +103,10 @@ def spread(mean: float, std: float | None) -> str:
 
     A mean that is smaller than its deviation is no figure.
     """
-    if std is not None and std > mean:
-        return "scatters"
     shown = readable.number(mean)
     if std is None:
         return shown
-    return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
+    return "scatters" if std > mean else f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
 
 
 def draw(folder: Path, report: Mapping[str, Any], first: Path) -> list[Path]:

@@ -94,7 +94,6 @@ class Sweeping:
         say(f"  {readable.counted(self.progress.total, 'run')}, {len(self.engine.places)} at a time:")
         for words in dict.fromkeys(map(" ".join, self.engine.places)):
             say(f"    {words}")
-        say(f"  {self.metric.about}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
         status = "interrupted"
         try:
@@ -178,7 +177,7 @@ class Sweeping:
             "status": status,
             "command": self.command,
             "asked": space.asked(),
-            "keys": space.keys,
+            "keys": [part.key for part in space.dimensions],
             "repeats": space.repeats,
             "metric": self.metric.name,
             "trials": [asdict(row) for row in rows],

@@ -173,10 +173,6 @@ class SearchSpace:
         for values in ends if is_sampled else [trial.values for trial in self.combinations()]:
             self._check(values)
 
-    @property
-    def keys(self) -> list[str]:
-        return [part.key for part in self.dimensions]
-
     def combinations(self) -> list[SweepTrial]:
         """Of lists alone: every one, the last key changing fastest."""
         lists = [[(part.key, value) for value in part.values] for part in self.dimensions]

@@ -1,6 +1,4 @@
-"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown, and its pictures; and what the
-figures were measured on, and whether anything else was running there meanwhile.
-"""
+"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown; and the machine it ran on."""
 
 from __future__ import annotations
 

@@ -95,18 +95,11 @@ def test_a_metric_of_which_less_is_better(machine, monkeypatch):
     assert [row["compared"] for row in report["trials"]] == [None, "worse", "worse"]
 
 
-def test_a_trial_that_fails_is_a_row_and_the_others_go_on(machine):
-    machine.faults = {"lr=0.01": 6}
-    report = swept(RATES, "repeats=2")
-    *good, bad = report["trials"]
-    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (1, "failed", 6, "it broke in single")
-    assert [row["status"] for row in good] == ["done", "done"] and len(machine.ran) == 5  # not repeated
-    assert "1 trial failed" in report["conclusion"]
-
-
-def test_a_loss_that_was_not_finite_is_not_tried_again_and_other_failures_are(machine):
+def test_what_fails_is_a_row_and_is_tried_again_but_for_a_loss_that_was_not_finite(machine):
     machine.faults = {"001": 5, "002": 6}
-    swept(RATES, "output=out")
+    good, other, bad = (report := swept(RATES, "output=out"))["trials"]
+    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (2, "failed", 6, "it broke in single")
+    assert (good["status"], other["exit_code"]) == ("done", 5) and "2 trials failed" in report["conclusion"]
     machine.faults.clear()
     machine.ran.clear()
     report = swept(RATES, "threads=2", "logging.every_steps=1", "save.keep=3", "output=out")  # which may change

@@ -36,7 +36,6 @@ def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
     assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(
         f"={report['trials'][0]['values']['optimizer.lr']}"
     )
-    assert Path("out/sweep.png").stat().st_size > 5000
 
 
 def test_whole_numbers_and_lists_beside_a_range(machine):

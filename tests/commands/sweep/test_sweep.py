@@ -38,9 +38,8 @@ def test_every_combination_runs_once_as_many_at_a_time_as_there_are_cores(machin
         f"{n:03d}-optimizer.lr={rate}-batch_size={size}"
         for n, (rate, size) in enumerate([(rate, size) for rate in ("0.01", "0.1", "1") for size in (32, 64)], 1)
     ]
-    assert machine.most == 2
-    words = machine.words[0]
-    assert (words["mode"], words["threads"], words["devices"], words["epochs"]) == ("single", "1", "[cpu]", "3")
+    words, most = machine.words[0], machine.most
+    assert (words["mode"], words["threads"], words["devices"], most) == ("single", "1", "[cpu]", 2)
     assert [row["trial"] for row in report["trials"]][:2] == [3, 4] and report["status"] == "completed"
     for row in report["trials"]:
         row["runs"] = {int(seed): value for seed, value in row["runs"].items()}  # of which JSON made texts
@@ -65,7 +64,6 @@ def test_the_tables(machine, tmp_path, capsys, monkeypatch):
     assert "| **2** | **0.1** | **90.00%** |" in page and "python -m trainer sweep recipe=digits" in page
     (bold,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\033[1m")]
     assert "90.00%" in bold
-    assert (tmp_path / "out/sweep.png").stat().st_size > 5000
 
 
 def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):

@@ -19,9 +19,8 @@ from tests.command_line import BARE, environment, result, trainer
 from tests.commands.compare.listing import SMALL
 from trainer.__main__ import answer
 from trainer.commands.trials import engine
-from trainer.commands.trials.engine import TrialEngine, TrialFailed, TrialOutcome, TrialRun, claim, failure_line
+from trainer.commands.trials.engine import TrialEngine, TrialFailed, TrialRun, claim, failure_line
 from trainer.errors import FolderInUseError, Interrupted, Preempted
-from trainer.processes.rank import place
 
 COMPARE = ["compare", "recipe=digits", "modes=[single,ddp]", "repeats=2", "steps=40", *SMALL, "output=out"]
 SWEEP = ["sweep", "recipe=digits", "optimizer.lr=[0.01,0.1,1]", "threads=2", "output=out"]
@@ -74,8 +73,12 @@ def test_a_full_disk_is_an_error_of_its_own_and_what_is_done_is_kept(command, ma
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_folder_of_something_else_or_in_use_is_left_alone(command, machine, capsys, tmp_path):
+def test_a_folder_of_something_else_or_in_use_is_left_alone(command, machine, capsys, tmp_path, monkeypatch):
     words = CASES[command][0]
+    with monkeypatch.context() as launched:
+        launched.setenv("RANK", "0")
+        launched.setenv("WORLD_SIZE", "1")
+        assert answer(words) == 2 and "without torchrun" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     (tmp_path / "out/result.json").write_text("{}")
     assert answer(words) == 8 and "output=" in capsys.readouterr().err
@@ -207,4 +210,3 @@ def test_an_older_folder_with_a_word_more_or_less_is_another(tmp_path, monkeypat
         held("runs/x", a=1, b=2)
     with pytest.raises(Interrupted, match="the same words"), claim("y", Path("z"), "sweep", "f.json", {}):
         raise KeyboardInterrupt
-    assert TrialOutcome().seconds is None and not place().launched

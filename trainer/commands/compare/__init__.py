@@ -1,4 +1,7 @@
-"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table."""
+"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
+
+Each mode runs as a user would start it, in a process of its own.
+"""
 
 from __future__ import annotations
 

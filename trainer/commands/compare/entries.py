@@ -56,9 +56,7 @@ def entries(
     if modes is None:
         modes = [base.mode] if given else list(MODES)
     if not modes:
-        raise RecipeError(
-            f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {', '.join(MODES)}"
-        )
+        raise RecipeError("modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes")
     rows, seen = list[Entry](), Counter[str]()
     for text in modes:
         mode, mode_words = _mode_and_words(text)

@@ -79,12 +79,8 @@ class EntryFigures:
     exit_code: int
 
 
-def tabulate(
-    rows: Sequence[EntryRuns], error: float = significance.ERROR
-) -> tuple[list[EntryFigures], list[Difference]]:
-    """The rows of the table, and the pairs that were compared; `error`: probability that any pair is said to differ
-    that does not.
-    """
+def tabulate(rows: Sequence[EntryRuns], error: float) -> tuple[list[EntryFigures], list[Difference]]:
+    """The rows of the table, and the compared pairs; `error`: probability that any is wrongly said to differ."""
     reference = next((row for row in rows if row.entry.recipe.traits.reference), rows[0])  # what a ratio is to
     last = sorted(rows, key=lambda row: row is reference)  # so that all pairs are relative to it
     fair = {row.entry.name: row.speeds for row in last if row.speeds and not _passes_through(row)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 
 from trainer.recipe import MODES
 from trainer.telemetry import plots
-from trainer.telemetry.plots import Bar, Panel
+from trainer.telemetry.plots import Bar
 
 BARS = [Bar(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (on CPU cores)") for n, mode in enumerate(MODES, 1)]
 
@@ -83,33 +82,6 @@ def test_bars_have_room_for_their_words(bars, tmp_path, drawn):
 def test_bars_where_nothing_ran(tmp_path):
     plots.bars(tmp_path / "p.png", [Bar("ddp", None, 0, "exit 3")], "images per second")
     assert (tmp_path / "p.png").exists()
-
-
-def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
-    curve = (list(range(30)), [3.0 / (1 + n) for n in range(30)])
-    panels = [Panel({mode: curve for mode in MODES}, x, "training loss") for x in ("optimizer steps", "seconds")]
-    plots.curves(tmp_path / "p.png", panels, "digits")
-    (figure,) = drawn
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(MODES) and apart(boxes(figure, legend.get_texts()))
-    for axes in figure.axes:
-        widths = [line.get_linewidth() for line in axes.lines]
-        assert len(widths) == len(MODES) and all(a > b for a, b in pairwise(widths)) and widths[0] <= 3
-        assert {line.get_linestyle() for line in axes.lines} == {"-"}, "dashes are for what was not measured"
-        assert axes.get_xlabel() and axes.get_ylabel()
-
-
-def test_a_curve_of_one_point_is_seen(tmp_path, drawn):
-    plots.curves(tmp_path / "p.png", [Panel({"long": ([1, 2], [3.0, 2.0]), "short": ([1], [9.0])}, "steps", "loss")])
-    (figure,) = drawn
-    assert [line.get_marker() != "None" for line in figure.axes[0].lines] == [False, True]
-
-
-def test_thinned():
-    x, y = plots.thinned(range(1000), [float(n % 2) for n in range(1000)])
-    assert len(x) <= plots.SMOOTHEST and y[0] == pytest.approx(1 / 3) and x[0] == 1
-    assert plots.thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
-    assert plots.thinned([], []) == ([], [])
 
 
 def test_it_imports_nothing_of_ours_and_matplotlib_only_when_drawing():

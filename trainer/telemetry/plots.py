@@ -7,16 +7,13 @@ on first use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
-THICKEST, THINNEST = 3.0, 1.0  # lines, in points
-MARKERS = "osD^v*PX"
-SMOOTHEST = 400  # points of a curve: what lies closer is averaged
 
 
 @dataclass(frozen=True)
@@ -27,16 +24,6 @@ class Bar:
     value: float | None
     std: float = 0.0
     words: str = ""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Curves by name, each (x, y), on axes with these labels."""
-
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    xlabel: str
-    ylabel: str
-    log: bool = False  # y
 
 
 def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
@@ -78,7 +65,7 @@ def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
     for position, row in enumerate(rows):
         end = 0.0
         if row.value is not None:
-            axes.barh(position, row.value, height=0.66, color=colour(position))
+            axes.barh(position, row.value, height=0.66, color=COLOURS[position % len(COLOURS)])
             if row.std:
                 axes.errorbar(row.value, position, xerr=row.std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4)
             end = row.value + row.std
@@ -91,63 +78,6 @@ def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_formatter(_thousands)
     save_picture(figure, path)
-
-
-def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
-    """Panels side by side with one legend; curves that lie on each other stay visible: later ones are thinner.
-
-    A curve of one point is a mark.
-    """
-    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    figure, row = canvas(8.0 if len(panels) == 1 else 5.25 * len(panels), 4.1, len(panels))
-    for axes, panel in zip(row, panels, strict=True):
-        for name, (x, y) in panel.curves.items():
-            style = names.index(name)
-            mark = {"marker": MARKERS[style % len(MARKERS)], "markersize": 8} if len(x) == 1 else {}
-            axes.plot(*thinned(x, y), label=name, **_line(style, len(names)), **mark)
-        axes.set_xlabel(panel.xlabel)
-        axes.set_ylabel(panel.ylabel)
-        if panel.log:
-            axes.set_yscale("log")
-        else:
-            axes.yaxis.set_major_formatter(_thousands)
-    legend_below(figure, row)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=11)
-    save_picture(figure, path)
-
-
-def colour(position: int) -> str:
-    """The palette's, from the start again after its end."""
-    return COLOURS[position % len(COLOURS)]
-
-
-def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """A curve of at most SMOOTHEST points: means of neighbours."""
-    size = -(-len(x) // SMOOTHEST) or 1
-
-    def means(values: Sequence[float]) -> list[float]:
-        return [sum(values[n : n + size]) / len(values[n : n + size]) for n in range(0, len(values), size)]
-
-    return means(x), means(y)
-
-
-def _line(style: int, count: int) -> dict[str, Any]:
-    thinner = style / (count - 1) if count > 1 else 0.5
-    return {"color": colour(style), "linewidth": THICKEST - (THICKEST - THINNEST) * thinner}
-
-
-def legend_below(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend for all axes, below them."""
-    by_label: dict[str, Any] = {}
-    for part in axes:
-        handles, labels = part.get_legend_handles_labels()
-        by_label |= dict(zip(labels, handles, strict=True))
-    if by_label:
-        figure.legend(
-            list(by_label.values()), list(by_label), loc="outside lower center", ncols=min(4, len(by_label)),
-            frameon=False, labelcolor=INK, fontsize=9, handlelength=3.2,
-        )  # fmt: skip
 
 
 def _thousands(value: float, _: int) -> str:

@@ -18,6 +18,8 @@ def test_all_modes_run_on_two_cpu_devices(monkeypatch):
     }  # fmt: skip
     assert "devices=[cpu]" in found["single"].words and "devices=[cpu,cpu]" in found["dp"].words
     assert "threads=2" in found["ddp"].words and "nproc=2" in found["ddp"].words
+    given = listed("threads=1", modes=["single", "ddp"])
+    assert [entry.threads for entry in given.values()] == [1, 1] and given["single"].words.count("threads=1") == 1
 
 
 def test_an_entry_has_words_of_its_own():
@@ -37,11 +39,6 @@ def test_what_cannot_run_here_is_an_entry_with_the_reason():
     assert found["single"].problem is None
     line, code = found["ddp batch_size=1"].problem
     assert code == 2 and "batch_size=1 " in line and "2 processes" in line
-
-
-def test_threads_that_the_user_gives_stay():
-    found = listed("threads=1", modes=["single", "ddp"])
-    assert [entry.threads for entry in found.values()] == [1, 1] and found["single"].words.count("threads=1") == 1
 
 
 def test_modes_as_a_shell_gives_them():

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from trainer.commands.prove import fast, right
+from trainer.commands.prove import fast, held_out, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
 from trainer.commands.prove.prove_probe import compare, pattern, types
 from trainer.commands.prove.right import (
@@ -43,6 +43,8 @@ def test_every_run_can_start_on_every_machine(kind, count):
     devices = machine(kind, count)
     modes = [mode for mode in modes_here(devices) if not mode.newer or mode.name not in refused_schedules()]
     runs = {mode.name: [*digits(devices), *mode.words] for mode in modes}
+    for name, words in right.held_out_ways(devices):
+        runs[f"held out {name}"] = ["data.name=digits", f"batch_size={24 * count}", *words]
     kept = {"batch": 64, "precision": "bf16", "compile": True}
     for network in fast.NETWORKS[devices.kind]:
         for several in fast.counts(devices):
@@ -66,7 +68,8 @@ def test_every_mode_is_there(kind, count):
     found = {word.partition("=")[2] for mode in modes_here(devices) for word in mode.words if word.startswith("mode=")}
     assert found == {*TRAITS} - {"single"} - ({"ddp", "fsdp"} if count == 1 else set())
     names = {check.name for check in right.checks(devices)}
-    assert {"repeat", "resume", "precision bf16", "compile"} <= names and ("graphs" in names) == (kind == "cuda")
+    assert {"doctor", "repeat", "resume", "held out single", "precision bf16", "compile", "memory"} <= names
+    assert ("graphs" in names) == (kind == "cuda")
     assert {"sums", "copies"} & names == ({"sums", "copies"} if count > 1 else set())
 
 
@@ -91,6 +94,42 @@ def test_patterns_that_nobody_compared_are_wrong(tmp_path):
     assert re.fullmatch("1 of 18 .*: cuda:0 to cuda:1: odd", bad.line) and "NCCL_P2P_DISABLE=1" in bad.todo
     good = right.copies(runner(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
     assert good.status == "right" and good.figures["done"] == 18
+
+
+def numbered(count=83, total=3486, squares=194054):
+    return {"data": {"val_samples": count}, "val_mae": total / 83, "val_loss": squares / 83}
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (numbered(), "each of 83 images was counted once"),
+        (numbered(84, 3486 + 83, 194054 + 83**2), "images 84 instead of 83"),
+        (numbered(83, 3486 + 1), "sum of numbers 3487 instead of 3486"),
+        (numbered(83, 3486, 194054 + 2), "sum of squares 194056 instead of 194054"),  # 3 and 5 for 4 and 4
+    ],
+)
+def test_each_held_out_image_once(result, says, tmp_path):
+    check = next(check for check in right.checks(machine("cpu", 2)) if check.name == "held out ddp")
+    found = check.run(runner(tmp_path, result=result))
+    assert says in found.line and found.status == ("right" if result == numbered() else "wrong")
+    assert held_out.COUNT == 83
+
+
+def test_memory_that_each_run_keeps_is_a_leak_and_one_that_settles_is_none(tmp_path):
+    mib = 2**20
+    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 150 * mib, 201 * mib]}]))
+    assert found.status == "wrong" and re.search(r"\b50 MiB .*\bhost", found.line)
+    found = right.memory(runner(tmp_path, "cuda", 1, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
+    assert found.status == "wrong" and re.search(r"\b30 MiB .*\bdevice", found.line)
+    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 160 * mib, 160 * mib]}]))
+    assert found.status == "right" and found.figures["kept_bytes"] == {"host": 0}
+
+
+def test_what_doctor_finds_is_wrong(tmp_path):
+    found = right.doctor(runner(tmp_path, answers=[{"problems": ["a full disk", "and more"]}]))
+    assert found.status == "wrong" and re.fullmatch(r"a full disk.*\b1 .*", found.line)
+    assert right.doctor(runner(tmp_path, answers=[{"problems": []}])).status == "right"
 
 
 def test_only_what_an_older_torch_lacks_may_be_refused(tmp_path, monkeypatch):

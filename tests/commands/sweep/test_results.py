@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.commands.sweep.results import Metric, RunFigures, tabulate
+from trainer.commands.sweep.results import SPEED, Metric, RunFigures, tabulate
 from trainer.commands.sweep.space import SweepTrial
 
 TOP1 = Metric("top1", True, "held-out images")
 
 
-def worse(values, images):
+def worse(values, images, metric=TOP1):
     """How many trials are shown to be worse than the best; `values`: a row a trial, a column a seed."""
     trials = [SweepTrial(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
     outcomes = {
         trial.number: {seed: RunFigures(float(value), 1.0, images) for seed, value in enumerate(row)}
         for trial, row in zip(trials, values, strict=True)
     }
-    rows = tabulate(trials, outcomes, len(values[0]), TOP1)
+    rows = tabulate(trials, outcomes, len(values[0]), metric)
     return sum(row.compared == "worse" for row in rows)
 
 
@@ -42,3 +42,10 @@ def test_what_differs_much_is_shown():
 
 def test_the_same_figures_everywhere_show_nothing():
     assert worse([[1.0] * 3, [1.0] * 3], 360) == 0 and worse([[0.0] * 3, [0.0] * 3], 360) == 0
+
+
+def test_of_speeds_only_a_difference_that_is_worth_it_is_shown():
+    """One of 1 % is as sure as that of 10 %, and nobody would choose by it."""
+    quiet = np.array([1000.0, 1000.5, 999.5, 1000.2, 999.8])
+    assert worse([quiet, 0.99 * quiet[::-1], 0.9 * quiet[::-1]], 0, Metric(SPEED, True, "images/s")) == 1
+    assert worse([quiet / 2000, quiet[::-1] / 2020, quiet[::-1] / 2200], 100_000) == 2, "of an accuracy it counts"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,6 @@ def compare(
         raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
     if not recipe:
         raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
-    if isinstance(words, str):
-        raise RecipeError("words= is a list, as in words=['epochs=2']")
     if resume not in (None, "auto") or (resume and not output):
         raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
     source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
@@ -100,4 +97,4 @@ def compare(
         if isinstance(recipe, Recipe):  # of the Python API: as a file, for the command line
             word = str(folder / f"{recipe.name}.yaml")
             write_atomically(Path(word), recipe.replace(output=None, resume=None).to_yaml())
-        return asdict(Comparison(folder, name, base, rows, asked, word).run())
+        return Comparison(folder, name, base, rows, asked, word).run()

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -15,17 +16,16 @@ from typing import Any
 
 from trainer.commands.compare import comparison_table, ranking
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.exactness import batch_dependent
-from trainer.commands.compare.ranking import ComparisonReport, EntryRuns, Length
+from trainer.commands.compare.ranking import EntryFigures, EntryRuns, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
-from trainer.commands.trials.report import Others, TrialsProgress, tell_files, this_machine
+from trainer.commands.trials.report import Others, TrialsProgress, tell_files, this_machine, write_tables
 from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.saving.files import usable_json
-from trainer.telemetry.readable import number
+from trainer.telemetry import readable
 
 FILE = "compare.json"
 CHECKED_STEPS = 20  # whose losses are held against single's
@@ -44,20 +44,20 @@ class Comparison:
     ) -> None:
         self.folder, self.name, self.base, self.asked = folder, name, base, asked
         self.first = [f"recipe={word}", *([f"plugin={asked['plugin']}"] if asked["plugin"] else [])]
-        self.engine, self.rows = TrialEngine(folder), rows_of(entries)
+        self.engine, self.rows = TrialEngine(folder), [EntryRuns(entry, entry.problem) for entry in entries]
         self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
         kept = usable_json(folder / FILE).get("length")
         self.length = Length(**kept) if kept else None
         self.begun, self.others = time.perf_counter(), Others()
         self.progress = TrialsProgress(len([*self._able()]) * (self.repeats + 1))
 
-    def run(self) -> ComparisonReport:
-        """From the checks to the pictures."""
+    def run(self) -> dict[str, Any]:
+        """From the checks to the picture."""
         status = "failed"
         try:
             say(f"comparing {self.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
             for entry in (row.entry for row in self.rows):
-                how = f"{entry.ranks} rank{'s' * (entry.ranks > 1)} x {entry.threads} thread{'s' * (entry.threads > 1)}"
+                how = f"{readable.counted(entry.ranks, 'rank')} x {readable.counted(entry.threads, 'thread')}"
                 say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
             self.engine.run(self._trials(), self._told)
             status = "completed"
@@ -67,8 +67,9 @@ class Comparison:
         finally:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
-            draw = partial(comparison_table.draw, self.folder, report, [row.entry for row in self.rows])
-            tell_files(self.folder, "compare", self.folder / "tensorboard", draw)
+            curves = self.folder / "tensorboard"
+            draw = partial(comparison_table.draw, self.folder, report, curves / self.rows[0].entry.slug)
+            tell_files(self.folder, "compare", curves, draw)
         return report
 
     def _able(self) -> Iterator[EntryRuns]:
@@ -91,9 +92,8 @@ class Comparison:
         fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
         self.length = self.length or choose_length(self.base, checked, self.asked["steps"], fixed)
         self._write("running")
-        more = "" if self.asked["repeats"] else ", or more where a difference could go unnoticed"
+        more = ", or more where a difference could go unnoticed" * (self.asked["repeats"] is None)
         say(f"{self.length.steps} steps per run, {self.repeats} runs each{more}")
-        self.progress.begin()
         for repeat in self._rounds():
             for row in self._able():
                 typed = row.entry.words  # what the user says of length and logging goes first
@@ -147,9 +147,8 @@ class Comparison:
             if repeat == CHECK:
                 row.losses = [float(step["train_loss"]) for step in steps]
             elif result["throughput"]:
-                rate = speed(steps, result["throughput"]["samples_per_sec"])
-                row.speeds[repeat] = rate * in_steps(result)
-                news = f"{number(row.speeds[repeat])} images/s"
+                row.speeds[repeat] = speed(steps, result["throughput"]["samples_per_sec"]) * in_steps(result)
+                news = f"{readable.number(row.speeds[repeat])} images/s"
         what = f"repeat {repeat}" if repeat else "check of the losses"
         self.progress.tell(f"{row.entry.name}, {what}", news, outcome.seconds)
 
@@ -157,7 +156,7 @@ class Comparison:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
         yield from range(1, self.repeats + 1)
         for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
-            hiding = significance.unclear(ranking.sound(*ranking.tabulate(self.rows, self._error())))
+            hiding = significance.unclear(ranking.sound(*self._tabulated()))
             if not hiding:
                 return
             pair = f"{hiding[0].second} and {hiding[0].first}"
@@ -166,34 +165,36 @@ class Comparison:
             self.progress.total += (enough - done) * len([*self._able()])
             yield from range(done + 1, enough + 1)
 
-    def _error(self) -> float:
+    def _tabulated(self) -> tuple[list[EntryFigures], list[significance.Difference]]:
         """Every look may err."""
-        return significance.ERROR / (1 if self.asked["repeats"] else len(significance.LOOKS))
+        looks = 1 if self.asked["repeats"] else len(significance.LOOKS)
+        return ranking.tabulate(self.rows, significance.ERROR / looks)
 
-    def _write(self, status: str) -> ComparisonReport:
-        """The tables, with what there is so far."""
-        rows, pairs = ranking.tabulate(self.rows, self._error())
+    def _write(self, status: str) -> dict[str, Any]:
+        """The tables, with what there is so far; returns what compare.json holds, whose keys are stable."""
+        rows, pairs = self._tabulated()
         runs = [result for row in self.rows for result in row.results.values()]
-        report = ComparisonReport(
-            recipe=self.name,
-            status=status,
-            command=self._command(),
-            asked=dict(self.asked),
-            length=self.length,
-            repeats=max((row.repeats for row in rows), default=0),
-            steps=self.length.steps if self.length else None,
-            warmup_steps=self.base.logging.warmup_steps,
-            batch_size=self.base.batch_size,
-            model=self.base.model.name,
-            entries=rows,
-            pairs=pairs,
-            conclusion=[*ranking.conclusion(rows, pairs), *ranking.explained(rows), *self.others.words()],
-            other_programs_cores=self.others.cores(),
-            machine=this_machine(),
-            versions=runs[0]["versions"] if runs else {},
-            seconds=time.perf_counter() - self.begun,
-        )
-        comparison_table.write_tables(self.folder, report)
+        report = {
+            "recipe": self.name,
+            "status": status,
+            "command": self._command(),
+            "asked": dict(self.asked),  # what `compare` was asked for; `settings` are those of its recipe, resolved
+            "length": self.length and asdict(self.length),
+            "repeats": max((row.repeats for row in rows), default=0),
+            "steps": self.length and self.length.steps,
+            "warmup_steps": self.base.logging.warmup_steps,
+            "batch_size": self.base.batch_size,
+            "model": self.base.model.name,
+            "entries": [asdict(row) for row in rows],
+            "pairs": [asdict(pair) for pair in pairs],
+            "conclusion": [*ranking.conclusion(rows, pairs), *self.others.words()],
+            "other_programs_cores": self.others.cores(),
+            "machine": asdict(this_machine()),
+            "versions": runs[0]["versions"] if runs else {},
+            "seconds": time.perf_counter() - self.begun,
+        }
+        page, rows_of_csv = comparison_table.as_markdown(report), comparison_table.csv_rows(report["entries"])
+        write_tables(self.folder, "compare", report, page, rows_of_csv)
         return report
 
     def _command(self) -> str:
@@ -203,18 +204,6 @@ class Comparison:
             words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
         words += [f"{key}={asked[key]}" for key in ("nproc", "plugin", "steps", "repeats") if asked[key]]
         return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
-
-
-def rows_of(entries: Sequence[Entry]) -> list[EntryRuns]:
-    """Each with what in its model depends on how a batch is divided."""
-    models: dict[str, list[str]] = {}
-    rows = []
-    for entry in entries:
-        model = entry.recipe.model.model_dump_json()
-        if model not in models:
-            models[model] = batch_dependent(entry.recipe)
-        rows.append(EntryRuns(entry, models[model], entry.problem))
-    return rows
 
 
 def choose_length(

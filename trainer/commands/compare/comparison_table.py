@@ -1,34 +1,23 @@
-"""The comparison for terminals, scripts and issues: text, compare.csv, compare.json, compare.md; in pictures; and in
-TensorBoard, a run an entry under tensorboard/."""
+"""The comparison, as compare.json has it, for terminals, as compare.csv and compare.md, and as bars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.ranking import ComparisonReport, EntryFigures
 from trainer.commands.trials import report as reports
+from trainer.commands.trials.report import MachineFigures
 from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED
 from trainer.telemetry import plots, readable
-from trainer.telemetry.events import Curve, Events, curves_of
+from trainer.telemetry.events import Events
 
 CSV_COLUMNS = (
     "entry", "mode", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
     "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
     "exactness", "deviation", "label", "error", "exit_code",
 )  # fmt: skip
-SPEED = "images per second"
-LEARNT = (("loss", "train/loss", "training loss"), ("accuracy", "val/top1", "top-1 accuracy"))  # picture, curve, label
-
-
-def write_tables(folder: Path, report: ComparisonReport) -> None:
-    """compare.json, compare.csv and compare.md."""
-    plain = asdict(report)
-    reports.write_tables(folder, "compare", plain, as_markdown(report), csv_rows(plain["entries"]))
 
 
 def csv_rows(entries: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
@@ -52,52 +41,55 @@ def csv_rows(entries: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
     return rows
 
 
-def columns(rows: Sequence[EntryFigures]) -> list[list[str]]:
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The table in words, its head first."""
-    to = rows[0].reference
+    to = rows[0]["reference"]
     head = ["entry", "ranks x threads", "images/s", f"ratio to {to}", "compared", "step ms", "peak GiB", "loss"]
     table = [[*head, "maths", "note"]]
     for row in rows:
-        speed, ratio = row.samples_per_sec, row.ratio
-        peak = max(row.peak_memory_bytes.values(), default=None)
+        speed, ratio, step, loss = (row[key] for key in ("samples_per_sec", "ratio", "step_time_s", "train_loss"))
+        peak = max(row["peak_memory_bytes"].values(), default=None)
         cells = [
-            row.entry,
-            f"{row.ranks} x {row.threads}" if speed or not row.error else "-",
-            spread(speed.mean, speed.std) if speed else "-",
-            f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else "-",
-            row.compared.verdict if row.compared else "",
-            readable.number(1e3 * row.step_time_s) if row.step_time_s else "-",
+            row["entry"],
+            f"{row['ranks']} x {row['threads']}" if speed or not row["error"] else "-",
+            spread(speed["mean"], speed["std"]) if speed else "-",
+            f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
+            row["compared"]["verdict"] if row["compared"] else "",
+            readable.number(1e3 * step) if step else "-",
             f"{peak / 2**30:.2f}" if peak else "-",
-            f"{row.train_loss:.4f}" if row.train_loss is not None else "-",
-            row.exactness.text,
-            f"exit {row.exit_code}: {row.error}" if row.error else row.label,
+            f"{loss:.4f}" if loss is not None else "-",
+            row["exactness"]["text"],
+            f"exit {row['exit_code']}: {row['error']}" if row["error"] else row["label"],
         ]
         table.append(cells)
     return table
 
 
-def as_text(report: ComparisonReport) -> str:
+def as_text(report: Mapping[str, Any]) -> str:
     """The table for a terminal; rows that disagree are red."""
-    head, *rows = columns(report.entries)
+    head, *rows = columns(report["entries"])
     head[4] = ""
-    red = {n: RED for n, row in enumerate(report.entries) if row.disagrees}
-    return reports.as_text([head, *rows], {2, 5, 6, 7}, red, report.conclusion)
+    return reports.as_text([head, *rows], {2, 5, 6, 7}, dict.fromkeys(disagreeing(report), RED), report["conclusion"])
 
 
-def as_markdown(report: ComparisonReport) -> str:
+def disagreeing(report: Mapping[str, Any]) -> list[int]:
+    return [n for n, row in enumerate(report["entries"]) if row["exactness"]["verdict"] == "disagrees"]
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
     """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
-    bold = [n for n, row in enumerate(report.entries) if row.disagrees]
-    title = f"{report.recipe}: {len(report.entries)} ways compared"
-    more = method(report), f"Machine: {report.machine}.\n{reports.versions_line(report.versions)}"
-    return reports.as_markdown(title, report.command, columns(report.entries), bold, report.conclusion, *more)
+    title, table = f"{report['recipe']}: {len(report['entries'])} ways compared", columns(report["entries"])
+    machine = f"Machine: {MachineFigures(**report['machine'])}.\n{reports.versions_line(report['versions'])}"
+    more = method(report), machine
+    return reports.as_markdown(title, report["command"], table, disagreeing(report), report["conclusion"], *more)
 
 
-def method(report: ComparisonReport) -> str:
+def method(report: Mapping[str, Any]) -> str:
     """How the figures came about, and what they may be taken to say."""
-    runs = f"{report.repeats} interleaved repeat{'s' * (report.repeats != 1)} in fresh processes"
-    looks = "" if report.asked["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
-    steps = f" of {report.steps} steps" if report.steps else ""
-    size = f", {report.warmup_steps} of them warm-up and left out, global batch {report.batch_size}"
+    runs = f"{report['repeats']} interleaved repeat{'s' * (report['repeats'] != 1)} in fresh processes"
+    looks = "" if report["asked"]["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
+    steps = f" of {report['steps']} steps" if report["steps"] else ""
+    size = f", {report['warmup_steps']} of them warm-up and left out, global batch {report['batch_size']}"
     return (
         f"{runs}{steps}{size}; images/s: mean +- standard deviation over repeats; ratio: median (least-greatest) of "
         f"the repeats' ratios. A difference is shown where the confidence interval of the paired ratios lies beyond "
@@ -111,60 +103,31 @@ def spread(mean: float, std: float | None) -> str:
 
     A mean that is smaller than its deviation is no figure.
     """
-    if std is not None and std > mean:
-        return "scatters"
     shown = readable.number(mean)
     if std is None:
         return shown
-    return f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
+    return "scatters" if std > mean else f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
 
 
-def draw(folder: Path, report: ComparisonReport, entries: Sequence[Entry]) -> list[Path]:
-    """Every picture that there is something to show in; returns their paths. The bars go to TensorBoard too."""
-    title = f"{report.recipe}, global batch {report.batch_size}"
-    _bars(folder / "compare.png", report.entries, title)
-    _to_tensorboard(folder, entries)
-    learnt = {entry.name: curves_of(folder / "tensorboard" / entry.slug) for entry in entries}
-    return [folder / "compare.png", *_learning(folder, learnt, title)]
-
-
-def _bars(path: Path, rows: Sequence[EntryFigures], title: str) -> None:
-    bars = []
-    for row, cells in zip(rows, columns(rows)[1:], strict=True):
-        speed, ratio = row.samples_per_sec, row.ratio
-        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row.exit_code}"
-        words += f",  {ratio.median:.2f}x" if ratio else ""
-        words += f"  ({row.label.partition(':')[0]})" if row.label and speed else ""
-        bars.append(plots.Bar(row.entry, speed.mean if speed else None, (speed.std or 0.0) if speed else 0.0, words))
-    most = max((row.repeats for row in rows), default=0)
-    plots.bars(path, bars, SPEED, f"{title}: mean and standard deviation of {most} repeat{'s' * (most != 1)}")
-
-
-def _learning(folder: Path, learnt: Mapping[str, Mapping[str, Curve]], title: str) -> list[Path]:
-    """Loss, and accuracy where it was measured more than once, over steps and over seconds."""
-    made = []
-    for name, tag, label in LEARNT:
-        curves = {entry: tags[tag] for entry, tags in learnt.items() if len(tags.get(tag, ([],))[0]) > 1}
-        if curves:
-            steps = {entry: (steps, values) for entry, (steps, _, values) in curves.items()}
-            seconds = {entry: (seconds, values) for entry, (_, seconds, values) in curves.items()}
-            every = [value for *_, curve in curves.values() for value in curve]
-            log = name == "loss" and 0 < min(every) < max(every) / 50  # else the ends would lie on the axis
-            panels = [plots.Panel(steps, "optimizer steps", label, log), plots.Panel(seconds, "seconds", label, log)]
-            made.append(folder / f"{name}.png")
-            plots.curves(made[-1], panels, title)
-    return made
-
-
-def _to_tensorboard(folder: Path, entries: Sequence[Entry]) -> None:
-    """The bars as an image, beside the first entry's curves: a run of its own would have none, of which Custom Scalars
-    warns.
+def draw(folder: Path, report: Mapping[str, Any], first: Path) -> list[Path]:
+    """compare.png, and the same in TensorBoard beside the curves of the first entry, in the folder `first`: a run of
+    its own would have none, of which Custom Scalars warns.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    for old in (folder / "tensorboard").glob("*/*.compared"):
+    bars, path, most = [], folder / "compare.png", report["repeats"]
+    for row, cells in zip(report["entries"], columns(report["entries"])[1:], strict=True):
+        speed, ratio = row["samples_per_sec"], row["ratio"]
+        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row['exit_code']}"
+        words += f",  {ratio['median']:.2f}x" if ratio else ""
+        words += f"  ({row['label'].partition(':')[0]})" if row["label"] and speed else ""
+        bars.append(plots.Bar(row["entry"], speed and speed["mean"], (speed or {}).get("std") or 0.0, words))
+    title = f"{report['recipe']}, global batch {report['batch_size']}: mean and standard deviation of {most} repeat"
+    plots.bars(path, bars, "images per second", title + "s" * (most != 1))
+    for old in first.parent.glob("*/*.compared"):
         old.unlink()
-    writer = Events(folder / "tensorboard" / entries[0].slug, ".compared")
-    picture = Summary.Image(encoded_image_string=(folder / "compare.png").read_bytes())
+    writer = Events(first, ".compared")
+    picture = Summary.Image(encoded_image_string=path.read_bytes())
     writer.add(Summary(value=[Summary.Value(tag="compare/1_compare", image=picture)]), 0)
     writer.close()
+    return [path]

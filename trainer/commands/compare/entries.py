@@ -49,16 +49,14 @@ def entries(
     base = recipe.load(source, *words)
     if plugin is None:
         check_names(base)
-    shared = _by_key(words)
+    shared = {word.partition("=")[0]: word for word in words}
     given = shared.pop("mode", None)
     if given and modes is not None:
         raise RecipeError(f"{given} and modes=[...] set the same thing: keep modes=")
     if modes is None:
         modes = [base.mode] if given else list(MODES)
     if not modes:
-        raise RecipeError(
-            f"modes=[] compares nothing: write modes=[single,ddp], or leave it out for all: {', '.join(MODES)}"
-        )
+        raise RecipeError("modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes")
     rows, seen = list[Entry](), Counter[str]()
     for text in modes:
         mode, mode_words = _mode_and_words(text)
@@ -88,21 +86,11 @@ def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
         mode, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
-    if mode not in MODES:
-        guess = recipe.nearest(mode, MODES)
-        raise RecipeError(
-            f"modes: '{mode[:80]}' is not a mode; "
-            + (f"did you mean {guess}? " if guess else "")
-            + f"there are: {', '.join(MODES)}"
-        )
+    recipe.load({"mode": mode})  # which tells what is no mode
     odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
     if odd:
         raise RecipeError(f"modes: '{text[:80]}': {odd} cannot be set for one entry, only for the whole comparison")
-    return mode, _by_key(words)
-
-
-def _by_key(words: Sequence[str]) -> dict[str, str]:
-    return {word.partition("=")[0]: word for word in words}
+    return mode, {word.partition("=")[0]: word for word in words}
 
 
 def _entry(source: str | Mapping[str, Any], name: str, mode: str, words: dict[str, str]) -> Entry:

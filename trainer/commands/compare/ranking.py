@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.exactness import Exactness, exactness_of
+from trainer.commands.compare.exactness import Exactness, batch_dependent, exactness_of
 from trainer.commands.trials import significance
-from trainer.commands.trials.report import MachineFigures, listed
 from trainer.commands.trials.significance import Difference
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
@@ -23,7 +23,6 @@ class EntryRuns:
     """An entry and what its runs left."""
 
     entry: Entry
-    parts: list[str]  # what in its model depends on how a batch is divided
     # (line, exit code): why it cannot run here, or of the run that failed, after which the entry was left alone
     error: tuple[str, int] | None = None
     # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
@@ -32,6 +31,11 @@ class EntryRuns:
     losses: list[float] = field(default_factory=list)  # of the check, one a step
     # as losses, of the same mathematics with its sums in another order; empty where that was not run
     rounded: list[float] = field(default_factory=list)
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """What in its model depends on how a batch is divided."""
+        return batch_dependent(self.entry.recipe)
 
 
 @dataclass(frozen=True)
@@ -46,34 +50,6 @@ class Length:
         """All entries train as long."""
         steps = [f"max_steps={self.steps}", f"epochs={self.epochs}", f"logging.every_steps={self.every}"]
         return [*steps, "stop.patience=null"]
-
-
-@dataclass(frozen=True)
-class SpeedFigures:
-    """Images/s: of the repeats that ended well, by their numbers."""
-
-    mean: float
-    std: float | None
-    runs: dict[int, float]
-
-
-@dataclass(frozen=True)
-class RatioFigures:
-    """How many times as fast as the reference, repeat by repeat."""
-
-    median: float
-    low: float
-    high: float
-    runs: list[float]
-
-
-@dataclass(frozen=True)
-class ComparedFigures:
-    """What is shown of a row and its reference, and the confidence interval of their ratio."""
-
-    verdict: str
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -93,61 +69,28 @@ class EntryFigures:
     val_loss: float | None
     val_top1: float | None
     data_wait_fraction: float | None
-    samples_per_sec: SpeedFigures | None
-    ratio: RatioFigures | None
+    samples_per_sec: dict[str, Any] | None  # mean, std, runs: images/s of the repeats that ended well, by their numbers
+    ratio: dict[str, Any] | None  # median, low, high, runs: how many times as fast as the reference, repeat by repeat
     reference: str
-    compared: ComparedFigures | None
+    compared: dict[str, Any] | None  # verdict; low, high: confidence interval of the ratio to the reference
     exactness: Exactness
     label: str
     error: str | None
     exit_code: int
 
-    @property
-    def disagrees(self) -> bool:
-        return self.exactness.verdict == "disagrees"
 
-
-@dataclass(frozen=True)
-class ComparisonReport:
-    """All of it."""
-
-    recipe: str
-    status: str
-    command: str
-    asked: dict[str, Any]  # what `compare` was asked for; `settings` are those of its recipe, resolved
-    length: Length | None
-    repeats: int
-    steps: int | None
-    warmup_steps: int
-    batch_size: int
-    model: str
-    entries: list[EntryFigures]
-    pairs: list[Difference]
-    conclusion: list[str]
-    other_programs_cores: float | None
-    machine: MachineFigures
-    versions: dict[str, str | None]
-    seconds: float
-
-
-def tabulate(
-    rows: Sequence[EntryRuns], error: float = significance.ERROR
-) -> tuple[list[EntryFigures], list[Difference]]:
-    """The rows of the table, and the pairs that were compared; `error`: probability that any pair is said to differ
-    that does not.
-    """
-    fair = {row.entry.name: row.speeds for row in rows if row.speeds and not _passes_through(row)}
+def tabulate(rows: Sequence[EntryRuns], error: float) -> tuple[list[EntryFigures], list[Difference]]:
+    """The rows of the table, and the compared pairs; `error`: probability that any is wrongly said to differ."""
+    reference = next((row for row in rows if row.entry.recipe.traits.reference), rows[0])  # what a ratio is to
+    last = sorted(rows, key=lambda row: row is reference)  # so that all pairs are relative to it
+    fair = {row.entry.name: row.speeds for row in last if row.speeds and not _passes_through(row)}
     pairs = significance.differences(fair, error)
-    against = {(pair.first, pair.second): pair for pair in pairs}
-    against |= {(pair.second, pair.first): _turned(pair) for pair in pairs}
-    return [_figures(row, rows, against, row.entry.name in fair) for row in rows], pairs
+    against = {pair.first: pair for pair in pairs if pair.second == reference.entry.name}
+    return [_figures(row, reference, against.get(row.entry.name), row.entry.name in fair) for row in rows], pairs
 
 
-def _figures(
-    row: EntryRuns, rows: Sequence[EntryRuns], against: Mapping[tuple[str, str], Difference], is_fair: bool
-) -> EntryFigures:
-    entry, reference = row.entry, _reference_of(rows)
-    pair = against.get((entry.name, reference.entry.name))
+def _figures(row: EntryRuns, reference: EntryRuns, pair: Difference | None, is_fair: bool) -> EntryFigures:
+    entry, speeds = row.entry, list(row.speeds.values())
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
     times = [row.results[repeat]["batch_size"] / speed for repeat, speed in row.speeds.items()]
@@ -155,6 +98,9 @@ def _figures(
     for device, size in (pair for result in timed for pair in result["peak_memory_bytes"].items()):
         peaks[device] = max(size, peaks.get(device, 0))
     single = reference if reference.entry.recipe.traits.reference else None
+    expected = (single.entry, single.losses, single.parts, single.rounded) if single else (None, [], [], [])
+    mean, std = significance.mean_and_std(speeds) if speeds else (None, None)
+    paired = significance.ratios(row.speeds, reference.speeds) if is_fair and reference is not row else []
     return EntryFigures(
         entry=entry.name,
         mode=entry.recipe.mode,
@@ -169,27 +115,17 @@ def _figures(
         val_loss=last.get("val_loss"),
         val_top1=last.get("val_top1"),
         data_wait_fraction=last.get("data_wait_fraction"),
-        samples_per_sec=_spread(row.speeds),
-        ratio=_ratio(row.speeds, reference.speeds) if is_fair and reference is not row else None,
+        samples_per_sec={"mean": mean, "std": std if speeds[1:] else None, "runs": dict(row.speeds)}
+        if speeds
+        else None,
+        ratio={"median": median(paired), "low": min(paired), "high": max(paired), "runs": paired} if paired else None,
         reference=reference.entry.name,
-        compared=ComparedFigures(pair.verdict or NO_DIFFERENCE, pair.low, pair.high) if pair else None,
-        exactness=exactness_of(
-            entry,
-            row.losses,
-            single.entry if single else None,
-            single.losses if single else [],
-            row.parts,
-            single.rounded if single else [],
-        ),
+        compared={"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high} if pair else None,
+        exactness=exactness_of(entry, row.losses, *expected),
         label=_label(row),
         error=row.error[0] if row.error else None,
         exit_code=row.error[1] if row.error else 0,
     )
-
-
-def _reference_of(rows: Sequence[EntryRuns]) -> EntryRuns:
-    """What a ratio is to: single, else the first entry."""
-    return next((row for row in rows if row.entry.recipe.traits.reference), rows[0])
 
 
 def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:
@@ -197,47 +133,30 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> li
     sentences = [
         f"{row.entry} DISAGREES with {row.reference}: it computes something else, and its speed means nothing"
         for row in table
-        if row.disagrees
+        if row.exactness.verdict == "disagrees"
     ]
     compared = sound(table, pairs)
-    if not compared:
-        return [*sentences, "nothing to compare: fewer than two rows with a speed"]
-    if all(pair.low is None for pair in compared):
-        return [*sentences, f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5"]
-    names = list(dict.fromkeys(name for pair in compared for name in (pair.first, pair.second)))
+    names = [row.entry for row in table if any(row.entry in (pair.first, pair.second) for pair in compared)]
     best = significance.fastest(names, compared)
-    if len(best) == len(names):
+    if not compared:
+        sentences.append("nothing to compare: fewer than two rows with a speed")
+    elif all(pair.low is None for pair in compared):
+        sentences.append(f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5")
+    elif len(best) == len(names):
         few = min(pair.pairs for pair in compared)
         hint = f"; {few} repeats show only very large ones, try repeats=5" if few < 4 else ""
-        return [*sentences, f"{NO_DIFFERENCE} between {listed(best)}{hint}"]
-    several = f", {NO_DIFFERENCE} between them" if len(best) > 1 else ""
-    return [*sentences, f"fastest: {listed(best)}{several}"]
-
-
-def explained(table: Sequence[EntryFigures]) -> list[str]:
-    """What a label of the table means, where it says too little by itself."""
-    marked = any(row.label == STAND_IN for row in table)
-    return [f"rows marked '{STAND_IN}' used these in place of GPUs, on which the order may differ"] * marked
+        sentences.append(f"{NO_DIFFERENCE} between {' and '.join(best)}{hint}")
+    else:
+        sentences.append(f"fastest: {' and '.join(best)}" + f", {NO_DIFFERENCE} between them" * (len(best) > 1))
+    if any(row.label == STAND_IN for row in table):
+        sentences.append(f"rows marked '{STAND_IN}' used these in place of GPUs, on which the order may differ")
+    return sentences
 
 
 def sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
     """The pairs of rows that did not fail and compute what they should."""
-    good = {row.entry for row in table if not row.error and not row.disagrees}
+    good = {row.entry for row in table if not row.error and row.exactness.verdict != "disagrees"}
     return [pair for pair in pairs if {pair.first, pair.second} <= good]
-
-
-def _spread(speeds: Mapping[int, float]) -> SpeedFigures | None:
-    if not speeds:
-        return None
-    mean, std = significance.mean_and_std(list(speeds.values()))
-    return SpeedFigures(mean, std if len(speeds) > 1 else None, dict(speeds))
-
-
-def _ratio(speeds: Mapping[int, float], reference: Mapping[int, float]) -> RatioFigures | None:
-    paired = significance.ratios(speeds, reference)
-    if not paired:
-        return None
-    return RatioFigures(median(paired), min(paired), max(paired), paired)
 
 
 def _passes_through(row: EntryRuns) -> bool:
@@ -249,10 +168,3 @@ def _label(row: EntryRuns) -> str:
         return PASS_THROUGH
     devices: list[str] = next((result["devices"] for result in row.results.values()), [])
     return STAND_IN if len(devices) > 1 and all(name.startswith("cpu") for name in devices) else ""
-
-
-def _turned(pair: Difference) -> Difference:
-    """The same difference, seen from the other side."""
-    low, high = (1 / pair.high, 1 / pair.low) if pair.low and pair.high else (None, None)
-    other = {"faster": "slower", "slower": "faster"}.get(pair.verdict or "")
-    return Difference(pair.second, pair.first, pair.pairs, 1 / pair.ratio, low, high, pair.p, other)

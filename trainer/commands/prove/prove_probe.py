@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +25,7 @@ from trainer.telemetry.flops import peak_flops
 
 SIZES = (1, 1023, 2**20 + 3)  # elements: one, an odd few, and more than a message's buffer
 ROUNDS = 4  # of which the first warms up
+RUNS, SETTLING = 5, 2  # in one program; the first allocate what is allocated once
 WARM, WINDOWS, SECONDS = 4, 5, 2.0  # steps of the bare loop before timing; timed parts, and what they take, about
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}  # up to which whole numbers are exact
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -56,8 +59,8 @@ class Measurer:
 
 def measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     """What the function `task["what"]` answers here."""
-    functions = {"copies": copies, "sums": sums, "rates": rates, "links": links, "bare": bare}
-    return functions[task["what"]](_here(task, folder, rank))
+    functions = (doctor, copies, sums, rates, links, memory, bare)
+    return {each.__name__: each for each in functions}[task["what"]](_here(task, folder, rank))
 
 
 def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
@@ -72,6 +75,13 @@ def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder.absolute()}/store", rank=rank, world_size=len(names))
     return Measurer(task, folder, rank, len(names), device)
+
+
+def doctor(here: Measurer) -> dict[str, Any]:
+    """In a process that ends: what it does on the cards holds no memory there afterwards."""
+    from trainer.commands.doctor import examine
+
+    return {"problems": examine().problems}
 
 
 def types(device: torch.device) -> list[torch.dtype]:
@@ -188,6 +198,19 @@ def links(here: Measurer) -> dict[str, Any]:
         wire = 2 * (here.count - 1) / here.count * size
         together += [wire / (time.perf_counter() - begun)] * (turn > 0)
     return {"ways": ways, "all_reduce": together}
+
+
+def memory(here: Measurer) -> dict[str, Any]:
+    """Bytes of this process and of its device after each run in it, but for the first."""
+    from trainer.training.api import train
+
+    cuda, sizes = here.device.type == "cuda", list[dict[str, int]]()
+    for number in range(RUNS):
+        train(here.task["recipe"], *here.task["words"], output=str(here.folder / f"run-{number}"))
+        gc.collect()
+        host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        sizes.append({"host": host, **({"device": torch.cuda.memory_allocated(here.device)} if cuda else {})})
+    return {kind: [row[kind] for row in sizes[SETTLING:]] for kind in sizes[0]}
 
 
 # --- a plain PyTorch loop, which our speed is compared with -----------------------------------------------------------

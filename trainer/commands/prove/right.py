@@ -6,12 +6,15 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
+from trainer.commands.prove.held_out import COUNT, NAME
 from trainer.commands.trials.engine import TrialFailed, steps_of
 from trainer.launch import launching
 from trainer.recipe.checks import SPLIT_BACKWARD
@@ -35,6 +38,8 @@ ROUNDED = {
 }
 ADVICE = "train with a mode that is right, and paste proof.md into an issue"
 EXACT = {launching.EXACT: "1"}
+MIB = 2**20
+LEAK = {"host": 24 * MIB, "device": 8 * MIB}  # bytes that one more run in the same program may keep
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ def digits(devices: Devices, model: str = "cnn_gn") -> list[str]:
 def checks(devices: Devices) -> Iterator[Check]:
     """All of it, in the order in which it is done."""
     count, start = devices.count, START[devices.kind]
+    yield Check("doctor", "right", "what `doctor` checks", 12, doctor)
     if count > 1:
         yield Check("copies", "right", f"copies between all pairs of {devices.called(count)}, by pattern", 8, copies)
         yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
@@ -69,12 +75,24 @@ def checks(devices: Devices) -> Iterator[Check]:
     for mode in modes_here(devices):
         title = f"{STEPS} steps of {mode.name} against single" if mode.same else f"{STEPS} steps of {mode.name}"
         yield Check(f"mode {mode.name}", "right", title, start, partial(_mode, mode), mode.priority)
+    for name, words in held_out_ways(devices):
+        title = f"each held-out image once, in {name}"
+        yield Check(f"held out {name}", "right", title, start, partial(_held_out, name, words), 1)
     for name in ROUNDED:
         yield Check(f"precision {name}", "right", f"{name} against fp32", start, partial(_precision, name))
     if devices.kind == "cuda":
         yield Check("graphs", "right", "replayed steps against launched ones, bit by bit", 2 * start, replayed)
     slow = 25 if devices.kind == "cuda" else 45
     yield Check("compile", "right", "compile=true against the same without", 2 * start + slow, compiled, 1)
+    yield Check("memory", "right", "memory is freed", 3 * start, memory)
+
+
+def doctor(runner: CheckRunner) -> Outcome:
+    problems = runner.measure("doctor")[0]["problems"]
+    if problems:
+        more = f", and {len(problems) - 1} more" * (len(problems) > 1)
+        return wrong(problems[0] + more, "python -m trainer doctor", problems=problems)
+    return right("nothing is wrong with software, devices, memory and limits", problems=[])
 
 
 def copies(runner: CheckRunner) -> Outcome:
@@ -172,6 +190,33 @@ def _mode(mode: Mode, runner: CheckRunner) -> Outcome:
     return right(f"different maths from single; the loss falls from {first:.3f} to {last:.3f}", first=first, last=last)
 
 
+def held_out_ways(devices: Devices) -> Iterator[tuple[str, list[str]]]:
+    """Modes that divide the images of an evaluation differently."""
+    yield "single", ["mode=single", *devices.first()]
+    if devices.count > 1:
+        yield "ddp", ["mode=ddp", *devices.in_ranks(devices.count)]
+        yield "pipeline", pipeline(devices)
+
+
+def _held_out(name: str, mode: Sequence[str], runner: CheckRunner) -> Outcome:
+    words = [
+        "plugin=trainer.commands.prove.held_out", f"data.name={NAME}", "model.name=zeros", "task.name=regression",
+        "optimizer.lr=1e-30", "max_steps=1", "epochs=1", f"batch_size={24 * runner.devices.count}",
+        "logging.tensorboard=false", "logging.verdict=false", *mode,
+    ]  # fmt: skip
+    result = runner.train(f"held-out/{name}", words)
+    found = [result["data"]["val_samples"], COUNT * result["val_mae"], COUNT * result["val_loss"]]
+    expected = [COUNT, sum(range(COUNT + 1)), sum(n * n for n in range(COUNT + 1))]
+    bad = [
+        f"{what} {actual:g} instead of {wanted}"
+        for what, actual, wanted in zip(("images", "sum of numbers", "sum of squares"), found, expected, strict=True)
+        if not math.isclose(actual, wanted, rel_tol=1e-6)
+    ]
+    if bad:
+        return wrong(f"not each once: {', '.join(bad)}", "evaluate with mode=single", found=found)
+    return right(f"each of {COUNT} images was counted once", found=found)
+
+
 def _precision(name: str, runner: CheckRunner) -> Outcome:
     expected, actual = single(runner), single(runner, f"precision/{name}", f"precision={name}")
     return compared(actual, expected, ROUNDED[name], f"train with precision=fp32 instead of {name}")
@@ -194,6 +239,46 @@ def compiled(runner: CheckRunner) -> Outcome:
     expected = single(runner) if model == "cnn_gn" else single(runner, "compile/without", model=model)
     actual = single(runner, "compile/with", "compile=true", model=model)
     return compared(actual, expected, TOLERANCE[runner.devices.kind], "train with compile=false")
+
+
+def memory(runner: CheckRunner) -> Outcome:
+    """What runs in one program leave of the host's and the device's memory, and what all runs left in /dev/shm."""
+    blocks, devices = _blocks(), runner.devices
+    words = [*digits(devices)[1:], "mode=single", *devices.first()]
+    sizes = runner.measure("memory", recipe="digits", words=words)[0]
+    if devices.count > 1:
+        runner.train("memory", [*digits(devices), "mode=local_sgd", *devices.in_ranks(devices.count)])
+    left = sorted(_orphans(blocks))
+    kept = {kind: min(b - a for a, b in pairwise(values)) for kind, values in sizes.items()}
+    bad = [
+        f"each run keeps {size / MIB:.0f} MiB of the {kind}'s memory"
+        for kind, size in kept.items()
+        if size > LEAK[kind]
+    ]
+    bad += [f"left in /dev/shm: {', '.join(left[:3])}"] * bool(left)
+    figures = {"kept_bytes": kept, "shared_memory_left": left}
+    if bad:
+        todo = "train in separate processes (python -m trainer), which free everything"
+        return wrong("; ".join(bad), todo, **figures)
+    return right(f"a run leaves nothing in the memory of the {' and the '.join(kept)}, and in /dev/shm", **figures)
+
+
+def _blocks() -> set[str]:
+    """Shared memory of this user, but for semaphores."""
+    with suppress(OSError), os.scandir("/dev/shm") as entries:
+        mine = [entry for entry in entries if entry.is_file() and entry.stat().st_uid == os.getuid()]
+        return {entry.name for entry in mine if not entry.name.startswith("sem.")}
+    return set()
+
+
+def _orphans(before: set[str]) -> set[str]:
+    """Blocks that are new and that no living process maps; other programs have some too."""
+    left = _blocks() - before
+    for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            left -= {name for name in left if name in maps}
+    return left & _blocks()
 
 
 # --- what twenty steps leave ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ from typing import Any
 from trainer import tasks
 from trainer.commands.runs.run_status import finite
 from trainer.commands.sweep import results
-from trainer.commands.sweep.results import Metric, RunFigures, SweepReport
+from trainer.commands.sweep.results import Metric, RunFigures
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, SweepTrial
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
@@ -68,8 +69,8 @@ def command(words: Sequence[str]) -> int:
     free = () if space.speed else FREE
     with engine.claim(own.get("output"), stem, "sweep", FILE, space.asked(), line, free) as folder:
         report = Sweeping(folder, space, line).run()
-    failed = [row.exit_code for row in report.trials if row.exit_code]
-    return 0 if report.done else failed[0] if failed else RecipeError.code
+    failed = [row["exit_code"] for row in report["trials"] if row["exit_code"]]
+    return 0 if report["best"] else failed[0] if failed else RecipeError.code
 
 
 class Sweeping:
@@ -85,7 +86,7 @@ class Sweeping:
         self.runs: dict[int, dict[int, RunFigures]] = {}  # by trial and seed
         self.progress = TrialsProgress(space.count() * space.repeats)
 
-    def run(self) -> SweepReport:
+    def run(self) -> dict[str, Any]:
         """All trials; the table and the winning command last."""
         space = self.space
         how = ", ".join(map(str, space.dimensions)) + ", sampled by Optuna" * (space.trials is not None)
@@ -93,7 +94,6 @@ class Sweeping:
         say(f"  {readable.counted(self.progress.total, 'run')}, {len(self.engine.places)} at a time:")
         for words in dict.fromkeys(map(" ".join, self.engine.places)):
             say(f"    {words}")
-        say(f"  {self.metric.about}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
         status = "interrupted"
         try:
@@ -103,11 +103,11 @@ class Sweeping:
             report = self._write(status)
         print("\n" + results.as_text(report, self.metric), flush=True)
         tell_files(self.folder, "sweep", self.folder, partial(results.draw, self.folder, report, space.dimensions))
-        if report.best:
-            best = report.done[0]
-            figure = f"{self.metric.name} {self.metric.text(best.value)}"
-            say(f"  best     trial {best.trial}, {figure}, in {best.folders[0]}; to train it again:")
-            say(shlex.join(report.best))
+        if report["best"]:
+            best = report["trials"][0]
+            figure = f"{self.metric.name} {self.metric.text(best['value'])}"
+            say(f"  best     trial {best['trial']}, {figure}, in {best['folders'][0]}; to train it again:")
+            say(shlex.join(report["best"]))
         return report
 
     def _trials(self) -> Iterator[TrialRun]:
@@ -168,25 +168,26 @@ class Sweeping:
         if outcome.seconds is not None:
             self._write("running")
 
-    def _write(self, status: str) -> SweepReport:
-        """The tables, with what there is so far."""
+    def _write(self, status: str) -> dict[str, Any]:
+        """The tables, with what there is so far; returns what sweep.json holds, whose keys are stable."""
         space = self.space
         rows = results.tabulate(self.trials, self.runs, space.repeats, self.metric)
-        best = next((row for row in rows if row.status == "done"), None)
-        report = SweepReport(
-            recipe=space.base.name,
-            status=status,
-            command=self.command,
-            asked=space.asked(),
-            keys=space.keys,
-            repeats=space.repeats,
-            metric=self.metric.name,
-            trials=rows,
-            conclusion=results.conclusion(rows, space.repeats, self.metric),
-            best=["python", "-m", "trainer", *space.typed(best.values)] if best else None,
-            seconds=time.monotonic() - self.begun,
-            versions=versions(),
-        )
+        report = {
+            "recipe": space.base.name,
+            "status": status,
+            "command": self.command,
+            "asked": space.asked(),
+            "keys": [part.key for part in space.dimensions],
+            "repeats": space.repeats,
+            "metric": self.metric.name,
+            "trials": [asdict(row) for row in rows],
+            "conclusion": results.conclusion(rows, space.repeats, self.metric),
+            "best": None,
+            "seconds": time.monotonic() - self.begun,
+            "versions": versions(),
+        }
+        if rows and rows[0].status == "done":
+            report["best"] = ["python", "-m", "trainer", *space.typed(rows[0].values)]
         results.write_tables(self.folder, report, self.metric)
         return report
 

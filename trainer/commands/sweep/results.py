@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,28 +60,6 @@ class TrialFigures:
     error: str | None
     exit_code: int
     folders: list[str]  # of the runs
-
-
-@dataclass(frozen=True)
-class SweepReport:
-    """What sweep.json holds."""
-
-    recipe: str
-    status: str
-    command: str
-    asked: dict[str, Any]
-    keys: list[str]
-    repeats: int
-    metric: str
-    trials: list[TrialFigures]
-    conclusion: list[str]
-    best: list[str] | None
-    seconds: float
-    versions: dict[str, str | None]
-
-    @property
-    def done(self) -> list[TrialFigures]:
-        return [row for row in self.trials if row.status == "done"]
 
 
 def tabulate(
@@ -156,55 +134,58 @@ def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> li
     return sentences
 
 
-def write_tables(folder: Path, report: SweepReport, metric: Metric) -> None:
+def write_tables(folder: Path, report: Mapping[str, Any], metric: Metric) -> None:
     """sweep.json, sweep.csv, a line a trial, best first, and sweep.md, to paste into an issue."""
-    figures = ("status", "value", "std", "seconds", "compared", "error", "exit_code")
-    rows: list[list[Any]] = [["trial", *report.keys, *figures, "folder"]]
-    for row in report.trials:
-        cells = [getattr(row, name) for name in figures]
-        rows.append([row.trial, *(row.values[key] for key in report.keys), *cells, " ".join(row.folders)])
-    best = [f"Best:\n\n    {shlex.join(report.best)}"] if report.best else []
-    bold, more = [0] if report.done else [], [*best, reports.versions_line(report.versions)]
-    title, table = f"{report.recipe}: {len(report.trials)} trials", columns(report, metric)
-    page = reports.as_markdown(title, report.command, table, bold, report.conclusion, *more)
-    reports.write_tables(folder, "sweep", asdict(report), page, rows)
+    keys, figures = report["keys"], ("status", "value", "std", "seconds", "compared", "error", "exit_code")
+    rows: list[list[Any]] = [["trial", *keys, *figures, "folder"]]
+    for row in report["trials"]:
+        values = (row["values"][key] for key in keys)
+        rows.append([row["trial"], *values, *(row[name] for name in figures), " ".join(row["folders"])])
+    bold, more = [], [reports.versions_line(report["versions"])]
+    if report["best"]:
+        bold, more = [0], [f"Best:\n\n    {shlex.join(report['best'])}", *more]
+    title, table = f"{report['recipe']}: {len(report['trials'])} trials", columns(report, metric)
+    page = reports.as_markdown(title, report["command"], table, bold, report["conclusion"], *more)
+    reports.write_tables(folder, "sweep", report, page, rows)
 
 
-def columns(report: SweepReport, metric: Metric) -> list[list[str]]:
+def columns(report: Mapping[str, Any], metric: Metric) -> list[list[str]]:
     """The table in words, its head first."""
-    spread = f" +- std of {report.repeats} seeds" if report.repeats > 1 else ""
-    compared = "compared" if any(row.compared for row in report.trials) else ""
-    table = [["trial", *report.keys, f"{metric.name}{spread}", compared, "time", "note"]]
-    for row in report.trials:
-        value = metric.text(row.value)
-        value += f" +- {metric.text(row.std).removesuffix('%')}" if row.std is not None else ""
-        note = f"exit {row.exit_code}: {row.error}" if row.error else "" if row.status == "done" else "not done"
-        values = (row.values[key] for key in report.keys)
-        table.append([str(row.trial), *values, value, row.compared or "", readable.duration(row.seconds or None), note])
+    keys, repeats = report["keys"], report["repeats"]
+    compared = "compared" if any(row["compared"] for row in report["trials"]) else ""
+    table = [
+        ["trial", *keys, f"{metric.name}{f' +- std of {repeats} seeds' * (repeats > 1)}", compared, "time", "note"]
+    ]
+    for row in report["trials"]:
+        value = metric.text(row["value"])
+        value += f" +- {metric.text(row['std']).removesuffix('%')}" if row["std"] is not None else ""
+        note = f"exit {row['exit_code']}: {row['error']}" if row["error"] else "not done" * (row["status"] != "done")
+        took, values = readable.duration(row["seconds"] or None), (row["values"][key] for key in keys)
+        table.append([str(row["trial"]), *values, value, row["compared"] or "", took, note])
     return table
 
 
-def as_text(report: SweepReport, metric: Metric) -> str:
+def as_text(report: Mapping[str, Any], metric: Metric) -> str:
     """The table for a terminal; the best row is bold."""
-    right, best = {0, len(report.keys) + 3}, {0: BOLD} if report.done else {}
-    return reports.as_text(columns(report, metric), right, best, report.conclusion, reports.SHOWN)
+    right, best = {0, len(report["keys"]) + 3}, {0: BOLD} if report["best"] else {}
+    return reports.as_text(columns(report, metric), right, best, report["conclusion"], reports.SHOWN)
 
 
-def draw(folder: Path, report: SweepReport, dimensions: Sequence[Dimension]) -> list[Path]:
+def draw(folder: Path, report: Mapping[str, Any], dimensions: Sequence[Dimension]) -> list[Path]:
     """sweep.png, where a trial has a figure: the metric over each key, all trials in every panel, the best one ringed.
 
     Values of a list lie evenly, as they were typed; those of a range on its scale.
     """
-    if not report.done:
+    done = [row for row in report["trials"] if row["status"] == "done"]
+    if not done:
         return []
-    count, scale = len(dimensions), 100.0 if report.metric in readable.FRACTIONS else 1.0
+    count, scale, repeats = len(dimensions), 100.0 if report["metric"] in readable.FRACTIONS else 1.0, report["repeats"]
     figure, panels = plots.canvas(max(8.0, 3.6 * count), 4.4, count)
-    y = [scale * (row.value or 0.0) for row in report.done]
-    std = [scale * (row.std or 0.0) for row in report.done]
+    y, std = ([scale * (row[key] or 0.0) for row in done] for key in ("value", "std"))
     for axes, part in zip(panels, dimensions, strict=True):
-        values = [row.values[part.key] for row in report.done]
+        values = [row["values"][part.key] for row in done]
         x = [float(value) if part.ends else float(part.values.index(value)) for value in values]
-        axes.errorbar(x, y, yerr=std if report.repeats > 1 else None, color=plots.COLOURS[0], fmt="o", capsize=4)
+        axes.errorbar(x, y, yerr=std if repeats > 1 else None, color=plots.COLOURS[0], fmt="o", capsize=4)
         if count == 1 and not part.ends:
             axes.plot(*zip(*sorted(zip(x, y, strict=True)), strict=True), color=plots.COLOURS[0])
         axes.plot(x[:1], y[:1], "o", color=plots.COLOURS[3], markersize=15, markeredgewidth=2, fillstyle="none")
@@ -213,9 +194,9 @@ def draw(folder: Path, report: SweepReport, dimensions: Sequence[Dimension]) -> 
             axes.set_xscale("log" if part.log else "linear")
         else:
             axes.set_xticks(range(len(part.values)), part.values)
-    panels[0].set_ylabel(report.metric + ", %" * (scale > 1))
-    title = f"{report.recipe}: {len(report.done)} of {len(report.trials)} trials"
-    title += f"; mean and standard deviation of {report.repeats} seeds" * (report.repeats > 1)
+    panels[0].set_ylabel(report["metric"] + ", %" * (scale > 1))
+    title = f"{report['recipe']}: {len(done)} of {len(report['trials'])} trials"
+    title += f"; mean and standard deviation of {repeats} seeds" * (repeats > 1)
     figure.suptitle(title, color=plots.INK, fontsize=11)
     plots.save_picture(figure, folder / "sweep.png")
     return [folder / "sweep.png"]

@@ -62,10 +62,6 @@ class Dimension:
             return str(value)
         return f"{min(max(float(f'{value:.4g}'), self.ends[0]), self.ends[1]):.12g}"
 
-    def drawn(self, text: str) -> Any:
-        """The value that Optuna knows by this text."""
-        return text if self.ends is None else int(text) if self.whole else float(text)
-
     def distribution(self) -> Any:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -177,10 +173,6 @@ class SearchSpace:
         for values in ends if is_sampled else [trial.values for trial in self.combinations()]:
             self._check(values)
 
-    @property
-    def keys(self) -> list[str]:
-        return [part.key for part in self.dimensions]
-
     def combinations(self) -> list[SweepTrial]:
         """Of lists alone: every one, the last key changing fastest."""
         lists = [[(part.key, value) for value in part.values] for part in self.dimensions]
@@ -195,7 +187,7 @@ class SearchSpace:
         study = optuna.create_study(sampler=sampler, direction="maximize" if larger else "minimize")
         over = {part.key: part.distribution() for part in self.dimensions}
         for values, value in ended:
-            drawn = {part.key: part.drawn(values[part.key]) for part in self.dimensions}
+            drawn = {part.key: float(values[part.key]) if part.ends else values[part.key] for part in self.dimensions}
             state = optuna.trial.TrialState.FAIL if value is None else optuna.trial.TrialState.COMPLETE
             study.add_trial(optuna.trial.create_trial(state=state, value=value, params=drawn, distributions=over))
         params = study.ask(over).params

@@ -1,5 +1,4 @@
 """What `compare`, `sweep`, `prove` and `plan measured=here` share: trials in fresh processes, and one way to report.
 
-A command says which trials there are and what their results mean. It imports `launch`, `saving`, `processes`,
-`telemetry`, `training`, `recipe` and `devices`.
+A command says which trials there are and what their results mean.
 """

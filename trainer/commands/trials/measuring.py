@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,19 +54,6 @@ def answers(
         died = "a measuring process died" if log is None else failure_line(log, 1)
         raise PeerError(str(errors[0]) if errors else died)
     return found
-
-
-def in_turn(turns: int, *ways: Callable[[int], float]) -> list[list[float]]:
-    """What each way measures, A B A B: whatever changes meanwhile meets all. Each gets the number of its turn."""
-    found = [[way(turn) for way in ways] for turn in range(turns)]
-    return [list(values) for values in zip(*found, strict=True)]
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """What it takes."""
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
 
 
 def main(where: str, folder: Path, rank: int) -> None:

@@ -1,6 +1,4 @@
-"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown, and its pictures; and what the
-figures were measured on, and whether anything else was running there meanwhile.
-"""
+"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown; and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -81,15 +79,11 @@ def versions_line(versions: Mapping[str, str | None]) -> str:
 class TrialsProgress:
     """Lines of trials that end: how many of them did, what came of each, what it took, and the time that is left.
 
-    Those to come take as long as the others did since `begin`, in the mean.
+    Those to come take as long as the others did, in the mean.
     """
 
     def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        self.begin()
-
-    def begin(self) -> None:
-        self.ran, self.begun = 0, time.monotonic()
+        self.total, self.done, self.ran, self.begun = total, 0, 0, time.monotonic()
 
     def tell(self, what: str, news: str, seconds: float | None) -> None:
         """`seconds`: None where it was done before."""
@@ -109,10 +103,6 @@ def tell_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequenc
         pictures = []
     say(f"  tables   {', '.join([f'{folder}/{name}.md', '.csv', '.json', *pictures])}")
     say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(curves))}")
-
-
-def listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 @dataclass(frozen=True)

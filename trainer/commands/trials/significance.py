@@ -58,10 +58,9 @@ def differences(
     """
     tested = [(a, b, [*map(math.log, ratios(speeds[a], speeds[b]))]) for a, b in among or combinations(speeds, 2)]
     tested = [(a, b, logs) for a, b, logs in tested if logs]
-    clearest = [
-        min(_estimates(logs, least), key=lambda estimate: estimate.p(math.log1p(margin))) for _, _, logs in tested
-    ]
-    chances = [estimate.p(math.log1p(margin)) for estimate in clearest]
+    beyond = math.log1p(margin)
+    clearest = [min(_estimates(logs, least), key=lambda estimate: estimate.p(beyond)) for _, _, logs in tested]
+    chances = [estimate.p(beyond) for estimate in clearest]
     levels = dict(_holm(chances, error))
     pairs = []
     for number, ((first, second, logs), estimate) in enumerate(zip(tested, clearest, strict=True)):
@@ -72,9 +71,9 @@ def differences(
     return pairs
 
 
-def unclear(pairs: Iterable[Difference], hidden: float = HIDDEN) -> list[Difference]:
-    """Those not shown to differ that may well differ so much: more repeats would tell."""
-    reach = 1 + hidden
+def unclear(pairs: Iterable[Difference]) -> list[Difference]:
+    """Those not shown to differ that may well differ by HIDDEN: more repeats would tell."""
+    reach = 1 + HIDDEN
     return [
         d for d in pairs if not d.verdict and (d.low is None or d.high is None or d.low * reach < 1 or d.high > reach)
     ]

@@ -102,11 +102,50 @@ def repeated_step(resuming):
     resuming.restore = back
 
 
+def counted_twice(sampling):
+    """The first image of every later span is the last of the one before, which another is missed for."""
+
+    def spans(function, samples, rows, index, count):
+        return [
+            (start - 1, stop - 1) if start and stop - start == rows else (start, stop)
+            for start, stop in function(samples, rows, index, count)
+        ]
+
+    wrapped(sampling, "evaluation_spans", spans)
+
+
 def wrong_kernels(torch):
     """What is compiled computes something else."""
     if "compile=true" in WORDS:
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = lambda *given: 1.01 * linear(*given)
+
+
+KEPT = []
+
+
+def leak(loop):
+    """Each run in a program keeps 48 MiB."""
+    wrapped(loop, "finish", lambda function, run: (KEPT.append(bytearray(os.urandom(48 << 20))), function(run))[1])
+
+
+def left_behind(loop):
+    """A run with several ranks leaves a block of shared memory."""
+
+    def finish(function, run):
+        if os.environ.get("RANK") == "1":  # of now: ranks may be forked
+            with open(f"/dev/shm/left-by-a-test-{os.getpid()}", "wb") as file:
+                file.write(b"\0" * 4096)
+        return function(run)
+
+    wrapped(loop, "finish", finish)
+
+
+def few_files(sys):
+    """A process may have few files open."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 
 
 def slow_link(dist):
@@ -120,12 +159,16 @@ def slow_link(dist):
 
 
 PLACES = {
+    "few_files": "sys",
     "wrong_copy": "torch.distributed",
     "wrong_sum": "torch.distributed",
     "slow_link": "torch.distributed",
     "other_network": "trainer.modes.ddp",
     "repeated_step": "trainer.training.resuming",
+    "counted_twice": "trainer.data.sampling",
     "wrong_kernels": "torch",
+    "leak": "trainer.training.loop",
+    "left_behind": "trainer.training.loop",
 }
 for fault in FAULTS:
     hooked(PLACES[fault], globals()[fault])

@@ -209,8 +209,10 @@ LITTLE = 512 * 2**20  # bytes free of a card that is full: such a workspace take
 def _card_is_full() -> bool:
     """Whether a card that this process computes on has little memory left."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return False
     try:
-        used = range(cuda.device_count()) if cuda is not None and cuda.is_initialized() else ()
-        return any(cuda.memory_reserved(n) and cuda.mem_get_info(n)[0] < LITTLE for n in used)
+        used = (n for n in range(cuda.device_count()) if cuda.memory_reserved(n))
+        return any(cuda.mem_get_info(n)[0] < LITTLE for n in used)
     except RuntimeError:  # a card that does not answer any more
         return False

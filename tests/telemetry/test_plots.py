@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -42,24 +38,6 @@ def apart(found):
     return not any(a.overlaps(b) for n, a in enumerate(found) for b in found[n + 1 :])
 
 
-def luminance(colour):
-    channels = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(a, b):
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("ground", ["#ffffff", "#0d1117"])
-def test_ink_and_colours_are_seen_on_light_and_dark(ground):
-    assert contrast(plots.INK, ground) >= 4.2
-    assert all(contrast(colour, ground) >= 1.9 for colour in plots.COLOURS)
-    assert len(set(plots.COLOURS)) == len(MODES)
-
-
 def test_the_ground_is_transparent(tmp_path):
     plots.bars(tmp_path / "p.png", BARS, "images per second")
     image = Image.open(tmp_path / "p.png")
@@ -80,19 +58,15 @@ def test_bars_have_room_for_their_words(bars, tmp_path, drawn):
     assert len(axes.patches) == sum(bar.value is not None for bar in bars)
 
 
-def test_bars_where_nothing_ran(tmp_path):
-    plots.bars(tmp_path / "p.png", [Bar("ddp", None, 0, "exit 3")], "images per second")
-    assert (tmp_path / "p.png").exists()
-
-
 def test_curves_share_a_legend_and_none_hides_another(tmp_path, drawn):
-    curve = (list(range(30)), [3.0 / (1 + n) for n in range(30)])
+    curve = (list(range(1000)), [3.0 / (1 + n) for n in range(1000)])
     panels = [Panel({mode: curve for mode in MODES}, x, "training loss") for x in ("optimizer steps", "seconds")]
     plots.curves(tmp_path / "p.png", panels, "digits")
     (figure,) = drawn
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(MODES) and apart(boxes(figure, legend.get_texts()))
     for axes in figure.axes:
+        assert all(len(line.get_xdata()) <= plots.SMOOTHEST for line in axes.lines)
         widths = [line.get_linewidth() for line in axes.lines]
         assert len(widths) == len(MODES) and all(a > b for a, b in pairwise(widths)) and widths[0] <= 3
         assert {line.get_linestyle() for line in axes.lines} == {"-"}, "dashes are for what was not measured"
@@ -103,17 +77,3 @@ def test_a_curve_of_one_point_is_seen(tmp_path, drawn):
     plots.curves(tmp_path / "p.png", [Panel({"long": ([1, 2], [3.0, 2.0]), "short": ([1], [9.0])}, "steps", "loss")])
     (figure,) = drawn
     assert [line.get_marker() != "None" for line in figure.axes[0].lines] == [False, True]
-
-
-def test_thinned():
-    x, y = plots.thinned(range(1000), [float(n % 2) for n in range(1000)])
-    assert len(x) <= plots.SMOOTHEST and y[0] == pytest.approx(1 / 3) and x[0] == 1
-    assert plots.thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
-    assert plots.thinned([], []) == ([], [])
-
-
-def test_it_imports_nothing_of_ours_and_matplotlib_only_when_drawing():
-    tree = ast.parse(Path(plots.__file__).read_text())
-    assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("trainer")]
-    code = "import sys, trainer.telemetry.plots; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

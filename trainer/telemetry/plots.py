@@ -48,21 +48,16 @@ def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
     FigureCanvasAgg(figure)
     row = list(figure.subplots(1, columns, squeeze=False)[0])
     for axes in row:
-        dress(axes)
+        axes.set_facecolor("none")
+        for side, spine in axes.spines.items():
+            spine.set_color(INK)
+            spine.set_visible(side in ("left", "bottom"))
+        axes.tick_params(colors=INK, which="both")
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
     return figure, row
-
-
-def dress(axes: Any) -> None:
-    """Ink, and no more lines than help to read."""
-    axes.set_facecolor("none")
-    for side, spine in axes.spines.items():
-        spine.set_color(INK)
-        spine.set_visible(side in ("left", "bottom"))
-    axes.tick_params(colors=INK, which="both")
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
-    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def save_picture(figure: Any, path: Path) -> None:
@@ -111,7 +106,14 @@ def curves(path: Path, panels: Sequence[Panel], title: str = "") -> None:
             axes.set_yscale("log")
         else:
             axes.yaxis.set_major_formatter(_thousands)
-    legend_below(figure, row)
+    by_label: dict[str, Any] = {}
+    for axes in row:
+        by_label |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    if by_label:
+        figure.legend(
+            list(by_label.values()), list(by_label), loc="outside lower center", ncols=min(4, len(by_label)),
+            frameon=False, labelcolor=INK, fontsize=9, handlelength=3.2,
+        )  # fmt: skip
     if title:
         figure.suptitle(title, color=INK, fontsize=11)
     save_picture(figure, path)
@@ -135,19 +137,6 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
 def _line(style: int, count: int) -> dict[str, Any]:
     thinner = style / (count - 1) if count > 1 else 0.5
     return {"color": colour(style), "linewidth": THICKEST - (THICKEST - THINNEST) * thinner}
-
-
-def legend_below(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend for all axes, below them."""
-    by_label: dict[str, Any] = {}
-    for part in axes:
-        handles, labels = part.get_legend_handles_labels()
-        by_label |= dict(zip(labels, handles, strict=True))
-    if by_label:
-        figure.legend(
-            list(by_label.values()), list(by_label), loc="outside lower center", ncols=min(4, len(by_label)),
-            frameon=False, labelcolor=INK, fontsize=9, handlelength=3.2,
-        )  # fmt: skip
 
 
 def _thousands(value: float, _: int) -> str:

@@ -193,7 +193,7 @@ def test_resnet50_without_data_measures_speed(tmp_path):
 
 
 def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(photos, tmp_path):
-    words = ["model.name=cnn", "mode=single", f"data.root={photos}", "model.init_from=/nowhere", *QUIET]
+    words = ["model.name=cnn", "mode=single", f"data.root={photos}", "batch_size=4", "model.init_from=/nowhere", *QUIET]
     done = trainer("recipe=finetune", *words, cwd=tmp_path)
     assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []

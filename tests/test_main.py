@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import warm
 from tests.command_line import QUIET, environment, ok, suggested, told_to_type
@@ -25,6 +26,8 @@ from trainer.errors import (
     DeviceMemoryError,
     PeerError,
     RecipeError,
+    explain,
+    is_out_of_memory,
 )
 from trainer.launch import endings, launching
 from trainer.processes import family
@@ -303,6 +306,29 @@ def test_rejecting_imports_nothing_heavy() -> None:
     assert "trainer.recipe" in imported
     assert not {"torch", "torchvision", "numpy"} & imported
     assert "3 processes" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    ],
+)
+def test_a_library_without_room_on_a_full_card_is_out_of_memory(monkeypatch, text):
+    free = {0: 2**30, 1: 2**20, 2: 0}  # nobody computes on the last
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: int(index < 2))
+    assert is_out_of_memory(RuntimeError(text)) and explain(RuntimeError(text))[1] == 6
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    free[1] = 2**30
+    assert not is_out_of_memory(RuntimeError(text)), "there is room: it is broken"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    free[1] = 0
+    assert not is_out_of_memory(RuntimeError(text))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import traceback
 from importlib.util import find_spec
 
@@ -196,4 +197,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError | OSError) and any(sign in text_of(error) for sign in signs)
+    text = text_of(error) if isinstance(error, RuntimeError | OSError) else ""
+    return any(sign in text for sign in signs) or (any(sign in text for sign in PERHAPS_MEMORY) and _card_is_full())
+
+
+# What cuBLAS and cuDNN say where there is no memory for their workspaces, and where they are broken.
+PERHAPS_MEMORY = ("unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+LITTLE = 512 * 2**20  # bytes free of a card that is full: such a workspace takes less
+
+
+def _card_is_full() -> bool:
+    """Whether a card that this process computes on has little memory left."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return False
+    try:
+        used = (n for n in range(cuda.device_count()) if cuda.memory_reserved(n))
+        return any(cuda.mem_get_info(n)[0] < LITTLE for n in used)
+    except RuntimeError:  # a card that does not answer any more
+        return False

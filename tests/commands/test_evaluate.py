@@ -89,7 +89,7 @@ def test_a_test_part_is_left_for_evaluate(three_parts, kind, tmp_path, monkeypat
     assert (len(found.train), len(found.val), len(again.val)) == (16, 8, 6) and again.classes == found.classes
     names = [again.val.where(n) if kind != "table" else None for n in range(6)]
     assert all("test" in (name or "test") for name in names) and "test" in found.notes["beside"]
-    assert "test" not in found.notes and "test" not in found.split.rpartition("/")[2]
+    assert "test" not in found.notes and "test" not in found.holdout.rpartition("/")[2]
     shutil.copytree(root, tmp_path / "all", ignore=lambda at, names: [name for name in names if name.startswith("val")])
     labels = tmp_path / "all" / "labels.csv"
     labels.write_text("".join(line for line in labels.read_text().splitlines(True) if not line.endswith("val\n")))

@@ -175,9 +175,8 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_words([word for word in rest if word != "--json"], ("recipe", "plugin", *PLAN))
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
-        assert readable.parse_memory(own.get("memory", "1GiB")) and readable.parse_bandwidth(
-            own.get("bandwidth", "1GB/s")
-        )
+        for key, some in (("memory", "1GiB"), ("bandwidth", "1GB/s")):
+            assert readable.parse_amount(key, own.get(key, some))
         checks.check_processes(recipe, choose_launch({}, own.get("nproc"), recipe, lambda: 0, 2).size)
     elif command in ("predict", "evaluate", "export"):
         own, rest = split_words(rest, ("checkpoint", "plugin", "format"))

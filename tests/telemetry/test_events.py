@@ -15,8 +15,7 @@ from tests.telemetry.event_values import written
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position
 from trainer.saving.run_folder import RunFolder
-from trainer.telemetry import dashboards
-from trainer.telemetry.events import Events, trim_events
+from trainer.telemetry.events import trim_events
 from trainer.telemetry.tracking import Tracker
 
 
@@ -47,18 +46,6 @@ def test_killed_while_the_files_are_put_together_nothing_is_lost(tmp_path, monke
         assert set(written(tmp_path)) == set(everything), at
     trim_events(tmp_path, Position(4, 1, 0))
     assert written(tmp_path) == everything
-
-
-def test_what_a_run_is_is_told_anew_when_it_goes_on(tmp_path):
-    """In which mode, for one; once is once."""
-    events = Events(tmp_path)
-    events.text("run", "what runs", 0)
-    events.scalars({"train/loss": 1.0}, 1)
-    events.add(dashboards.image("batch as the model sees it", b"", (1, 1)), 0)
-    events.text("run", "how it went", 2)
-    events.close()
-    trim_events(tmp_path, Position(2, 1, 0))
-    assert written(tmp_path) == [("train/loss", 1), ("view/1 batch as the model sees it", 0)]
 
 
 def _flip(path):

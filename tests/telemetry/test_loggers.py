@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.command_line import QUIET, ok, result
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
 from trainer.saving.checkpoint import Position
@@ -117,19 +117,6 @@ def closed_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-@pytest.mark.parametrize("value", [5, ["a"], "", 1.5])
-def test_what_is_no_project(value):
-    with pytest.raises(RecipeError, match=r"logging\.wandb=.* true, .*project"):
-        load({"extends": "digits", "logging": {"wandb": value}})
-
-
-def test_a_project_on_the_command_line_is_its_letters():
-    for text in ("5", "[a]", "1.5"):
-        assert load("digits", f"logging.wandb={text}").logging.wandb == text
-    with pytest.raises(RecipeError, match=r"logging\.wandb= "):
-        load("digits", "logging.wandb=")
 
 
 def test_one_that_is_not_installed_is_one_line(monkeypatch):

@@ -5,14 +5,14 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 import termios
 from contextlib import suppress
 
 import pytest
 
-from tests.command_line import BARE, environment, ok, steps
+from tests import warm
+from tests.command_line import BARE, environment, steps
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State, commit
@@ -94,13 +94,15 @@ def test_a_row_of_many_metrics_fits(tmp_path, capsys):
 RUN = ["recipe=digits", "model.name=mlp", "epochs=4", "optimizer.lr=0.5", "logging.every_steps=1", *BARE]
 
 
-def on_terminal(folder, columns, *words, **variables):
-    """What a run writes to a terminal of so many columns."""
+@pytest.mark.slow
+def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
+    """And every rank but the first is silent."""
+    columns = 60
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (50, columns))
     plain = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
-    command = [sys.executable, "-m", "trainer", *RUN, *words, f"output={folder}"]
-    child = subprocess.Popen(command, env={**plain, **variables}, stdin=slave, stdout=slave, stderr=slave)
+    command = [sys.executable, "-m", "trainer", *RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}"]
+    child = warm.Popen(command, env={**plain, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     written = b""
     with suppress(OSError):  # its other end is closed
@@ -108,13 +110,7 @@ def on_terminal(folder, columns, *words, **variables):
             written += chunk
     os.close(master)
     assert child.wait() == 0, written
-    return written.decode()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("columns", "ranks"), [(80, ["mode=single"]), (60, ["mode=ddp", "nproc=2"])])
-def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks, tmp_path):
-    text = on_terminal(tmp_path / "run", columns, *ranks, TERM="xterm")
+    text = written.decode()
     lines = text.replace("\r\n", "\n").split("\n")
     states = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", state) for line in lines for state in line.split("\r")]
     live = [state for state in states if state.startswith("epoch ") and "/4  " in state]
@@ -128,12 +124,6 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(columns, ranks,
     best = [value > max(values[:place], default=-1.0) for place, value in enumerate(values)]
     assert len({*best}) == 2, "some are not the best so far"
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
-
-
-def test_in_a_file_no_line_is_rewritten(tmp_path):
-    done = ok(*RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}")
-    assert not {"\r", "\033"} & set(done.stdout + done.stderr)
-    assert done.stdout.count("train loss") == 1 and done.stdout.count("4/4") == 1, "one rank speaks"
 
 
 def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path):

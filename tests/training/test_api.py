@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import trainer
 from tests import warm
@@ -66,13 +66,6 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
         ),
         (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
         (None, {"data": DATA.tensors}, "data= has tensors side by side, where each set is a pair"),
-        (
-            None,
-            {"data": (DataLoader(DATA), DATA), "mode": "single"},
-            "data.name=TensorDataset: its training set must have",
-        ),
-        (None, {"data": Path("nowhere")}, "data.root=nowhere is not a folder on this machine"),
-        ("digits", {"model": "net.pt", "mode": "single"}, "model.name=net.pt is not a model"),
         ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
         (None, {"net": net()}, "net=Sequential is not a key: what is no recipe's is model=net, data="),
         (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: what is no recipe's is model=net, data="),
@@ -114,12 +107,11 @@ def test_a_module_has_the_last_weights_afterwards(tmp_path):
     assert right == pytest.approx(found["val_top1"])
 
 
-@pytest.mark.parametrize("mode", [{"mode": "single"}, {"mode": "ddp", "nproc": 2}])
-def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch, mode):
+def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = train(data=(DATA, DATA), **{**SHORT, "model": net(), **mode}, batch_size=20)
+    found = train(data=(DATA, DATA), **{**SHORT, "model": net()}, batch_size=20)
     assert found["recipe"] == "Sequential-TensorDataset"
-    assert Path(found["output"]).name.startswith(f"Sequential-TensorDataset-{mode['mode']}-")
+    assert Path(found["output"]).name.startswith("Sequential-TensorDataset-single-")
     assert trainer.load_recipe(model__name="timm:resnet50").name == "timm_resnet50-digits"
 
 

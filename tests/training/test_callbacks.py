@@ -34,7 +34,7 @@ MODES = {
     "fsdp": {"mode": "fsdp", "nproc": 2},
     "hogwild": {"mode": "hogwild", "nproc": 2},
 }
-FAST = ("ddp", "streams")
+FAST = ("ddp",)
 
 
 @pytest.fixture(scope="module")

@@ -57,11 +57,8 @@ def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     assert first.position == (3, 0, 3), "of before the first evaluation, which takes long to compile"
 
 
-COLOURED = [pytest.param(f"data.channels=3{more}", marks=pytest.mark.full) for more in ("", " channels_last=true")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("images", ["data.channels=1", *COLOURED])  # coloured ones are compiled above as well
+@pytest.mark.full
+@pytest.mark.parametrize("images", ["data.channels=1", "data.channels=3", "data.channels=3 channels_last=true"])
 def test_the_order_of_images_in_memory_is_known_before_the_first_batch(images, tmp_path):
     """DDP's buckets are ordered by passes on nothing, which are compiled as well."""
     words = [*images.split(), "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}", "epochs=1"]

@@ -24,7 +24,6 @@ SLOW = """
     import time
 
     import torch
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from trainer import register_dataset
 
     class Sleepy(torch.utils.data.Dataset):
@@ -41,24 +40,13 @@ SLOW = """
     @register_dataset("sleepy")
     def sleepy(data):
         return Sleepy(128), Sleepy(8), list("0123456789")
-
-    class SlowNetwork(torch.nn.parallel.DistributedDataParallel):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.register_comm_hook(None, self.late)
-
-        def late(self, state, bucket):
-            time.sleep(0.005)
-            return default_hooks.allreduce_hook(None, bucket)
 """
-NETWORK = "    torch.nn.parallel.DistributedDataParallel = SlowNetwork\n"
 SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "seed=0"]
 
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
-    (tmp_path / "slow_network.py").write_text(textwrap.dedent(SLOW + NETWORK))
     return tmp_path
 
 
@@ -77,14 +65,6 @@ def test_a_dataset_that_sleeps(slow):
     found = judged(slow, *words, "data.channels=1", "data.image_size=8", "epochs=2")
     assert found["bound"] == "data" and found["step"]["data"] > 0.5, found
     assert found["try"] == ["data.workers=2"]
-
-
-@pytest.mark.slow
-def test_a_slow_all_reduce(slow):
-    words = ["recipe=digits", "plugin=slow_network", "nproc=2", "model.name=mlp", "batch_size=32", "epochs=100"]
-    found = judged(slow, *words, "ema=null", "max_steps=500")
-    assert found["bound"] == "communication" and found["unmeasured"] is None, found
-    assert found["try"][0] == "batch_size=64"
 
 
 @pytest.mark.slow

@@ -49,19 +49,15 @@ def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles
     assert float(row["images/s"]) == 48
 
 
-def told(tmp_path, warnings=None, **changes):
+def told(tmp_path, warnings=None, std=1329.0, **changes):
     """The last lines of a run, by title."""
     recipe = load("digits", "logging.tensorboard=false")
     history = History(losses=[1.0, 0.5, 0.4], validation={"val_top1": 0.9}, **changes)
     task, state = Classification(recipe, ("a", "b"), None), SimpleNamespace(history=history)
     run = SimpleNamespace(state=state, task=task, recipe=recipe)
     run.tracker, run.speed_only = SimpleNamespace(path=tmp_path), False
-    parts = {"throughput": {"samples_per_sec": 4698.4, "std": 1329.0}, "short": False, "seconds": 5.0, "verdict": None}
-    parts |= {
-        "warnings": warnings or {},
-        "pipeline": None,
-        "data": {"val_samples": 360, "skipped": 0, "uncached": 0},
-    }
+    parts = {"throughput": {"samples_per_sec": 4698.4, "std": std}, "short": False, "seconds": 5.0, "verdict": None}
+    parts |= {"warnings": warnings or {}, "data": {"val_samples": 360, "skipped": 0, "uncached": 0}}
     return reporting.last_lines(run, parts)
 
 
@@ -73,6 +69,8 @@ def test_the_last_line_tells_the_best_epoch_where_it_was_better(best_epoch, said
     assert line.startswith(f"top-1 90.00% {said}{' ' * bool(said)}on 360 held-out images, 4,698 images/s, ")
 
 
-def test_what_goes_wrong_is_told_also_without_a_verdict(tmp_path):
-    assert "warning" not in told(tmp_path)
-    assert told(tmp_path, warnings={"loss": "it grows"})["warning"] == "it grows"
+def test_a_rate_that_says_nothing_is_not_told(tmp_path):
+    """And what goes wrong is told, also where there is no verdict to begin with it."""
+    assert "4,698 images/s" in told(tmp_path)["done"] and "warning" not in told(tmp_path)
+    lines = told(tmp_path, warnings={"rate": "it scatters", "loss": "it grows"}, std=5000.0)
+    assert "4,698" not in lines["done"] and lines["warning"].splitlines() == ["it scatters", "it grows"]

@@ -59,14 +59,6 @@ def test_every_end_has_its_cause_and_the_parts_add_up(story):
     assert found["seconds"].get("other", 0) < 0.3 * found["wall_s"] and not found["notes"]
 
 
-def test_the_page_of_the_run_shows_it(story, monkeypatch):
-    folder, _ = story
-    monkeypatch.chdir(folder.parent)
-    page = runs.command(["show", str(folder)])
-    assert "in 5 attempts" in page and all(part in page for part in ("start-up", "redone steps", "not finite"))
-    assert page.count("  step ") == 5
-
-
 def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, *QUIET, "epochs=2000", f"output={tmp_path / 'run'}", "resume=auto"]

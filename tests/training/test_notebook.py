@@ -6,11 +6,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests import warm
-from tests.command_line import environment, ok, result
-from tests.guide.documents import PAGES, blocks, name
+from tests.command_line import environment, result
 
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel ipywidgets")
 nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel ipywidgets")
@@ -93,16 +91,6 @@ def cells(tmp_path_factory: pytest.TempPathFactory):
     sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
     _, *done = executed([PREPARED, *sources.values()], folder, raises=[len(sources)])
     return {name: cell.outputs for name, cell in zip(sources, done, strict=True)}, folder
-
-
-def test_what_the_guide_shows_runs_in_a_notebook(tmp_path):
-    """Its pages on Python, in one kernel each, from the first cell to the last."""
-    ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
-    for stem in ("photo", "other"):
-        Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
-    for page in (page for page in PAGES if name(page) in ("python", "predict")):
-        sources = [block.text for block in blocks(page) if block.language == "python"]
-        assert sources and len(executed(sources, tmp_path)) == len(sources)
 
 
 def value(outputs) -> str:

@@ -5,7 +5,7 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
-from tests.command_line import QUIET, WHOLE, ok, result
+from tests.command_line import WHOLE, ok, result
 from tests.pages import GUIDE, result_table
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.telemetry.clocks import Speed, StepTime, Throughput
@@ -38,10 +38,3 @@ def test_the_type_knows_the_metrics_of_the_tasks_that_ship():
     kinds = [Classification, Multilabel, Regression]
     told = {f"val_{name}" for kind in kinds for name in kind.metric_names()} | {f"best_{kind.metric}" for kind in kinds}
     assert told == Metrics.__optional_keys__
-
-
-def test_another_tasks_metrics_take_the_place_of_accuracy(tmp_path):
-    ok("recipe=digits", "mode=single", "task.name=multilabel", "epochs=1", *QUIET, f"output={tmp_path / 'run'}")
-    found = result(tmp_path / "run")
-    metrics = {"val_loss", "val_f1", "val_f1_macro", "best_f1"}
-    assert found.keys() == Result.__required_keys__ | metrics and found["task"] == "multilabel"

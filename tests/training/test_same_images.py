@@ -98,8 +98,9 @@ def swapped(folder, *names):
         (folder / one).rename(folder / other)
 
 
-@pytest.mark.parametrize("mode", [("mode=single",), ("mode=ddp", "devices=[cpu,cpu]")], ids=["single", "ddp"])
-@pytest.mark.parametrize("split", [False, True], ids=["one folder", "train and val"])
+@pytest.mark.parametrize(
+    ("split", "mode"), [(False, ("mode=single",)), pytest.param(True, ("mode=ddp", "nproc=2"), marks=pytest.mark.slow)]
+)
 def test_class_folders_that_changed_places_are_not_continued(tmp_path, split, mode):
     root = tmp_path / "photos"
     for part in ("train", "val") if split else ("",):

@@ -24,7 +24,7 @@ MODES = {
 }
 FAULTS = [f"{kind}@save#{rank}:{point}" for kind in ("full", "kill") for rank in (0, 1) for point in ("write", "fsync")]
 FAULTS += ["full@save#0:rename", "kill@save#0:tmp", "kill@save#0:rename"]
-FAST = {("fsdp", "full@save#1:write"), ("ddp", "kill@save#0:rename")}
+FAST = {("ddp", "kill@save#0:rename")}
 PAIRS = [
     pytest.param(mode, fault, marks=[] if (mode, fault) in FAST else [pytest.mark.full("eleven faults a mode")])
     for mode in MODES
@@ -68,7 +68,7 @@ def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full@save#1:write", "full@save#0:rename"])
+@pytest.mark.parametrize("fault", ["full@save#1:write", pytest.param("full@save#0:rename", marks=pytest.mark.full)])
 def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) -> None:
     """Rank 0 waits for the files of the others: not for those of one that has failed."""
     words = ["recipe=digits", "model.name=mlp", "mode=fsdp", "nproc=2", "epochs=1", "timeout=600", *QUIET]

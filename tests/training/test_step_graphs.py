@@ -65,7 +65,7 @@ def one_line(played):
     return line
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)])
 def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
     words = (CASES | SLOW)[name]
     played = replayed(words)
@@ -364,7 +364,7 @@ def commanded(words, graphs, warm, folder):
     return left.read(), [file.stat().st_size for file in replays.iterdir()]
 
 
-@pytest.mark.parametrize("name", [*RANKS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_RANKS)])
+@pytest.mark.parametrize("name", [*RANKS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_RANKS)])
 def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     words, warm = (RANKS | MORE_RANKS)[name]
     eager, none = commanded(words, "false", 0, tmp_path)

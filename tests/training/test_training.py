@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.command_line import QUIET, WHOLE, environment, losses, ok, result, steps, torchrun, trainer
 from trainer import train
-from trainer.modes.base import Strategy
 from trainer.recipe import load, shipped_recipes
 from trainer.saving.steps_file import STEP_COLUMNS
 
@@ -145,7 +144,8 @@ LARGE = ("mobilenet_v3_large", "efficientnet_b0", "resnet18", "resnet50_v2", "re
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in shipped_recipes()]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] if name in LARGE[2:] else []) for name in shipped_recipes()],
 )
 def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     """On images made here where its own must be fetched; the network and everything else are the recipe's.
@@ -190,6 +190,13 @@ def test_resnet50_without_data_measures_speed(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "last.safetensors").exists()
     gone = trainer(*words, f"data.root={tmp_path / 'nowhere'}", f"output={tmp_path / 'other'}")
     assert gone.returncode == 3 and "nowhere" in gone.stderr and "Traceback" not in gone.stderr
+
+
+def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(photos, tmp_path):
+    words = ["model.name=cnn", "mode=single", f"data.root={photos}", "batch_size=4", "model.init_from=/nowhere", *QUIET]
+    done = trainer("recipe=finetune", *words, cwd=tmp_path)
+    assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------- killed and resumed
@@ -284,22 +291,6 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     assert time.monotonic() - begun < 15
 
 
-def test_a_first_step_in_which_all_is_made_ready_is_no_reason_for_more_grace(tmp_path, monkeypatch, capsys, here):
-    plain, calls, slow_step = Strategy.forward_backward, [], 0
-
-    def slow(self, batch, weight, sync=True):
-        calls.append(1)
-        time.sleep(0.6 if len(calls) == slow_step else 0)
-        return plain(self, batch, weight, sync)
-
-    monkeypatch.setattr(Strategy, "forward_backward", slow)
-    for said, slow_step in enumerate((1, 2)):  # noqa: B007
-        calls.clear()
-        words = ["mode=single", "model.name=mlp", "max_steps=3", "grace=0.5", *QUIET]
-        train(load("digits", *words, f"output={tmp_path / str(said)}"))
-        assert capsys.readouterr().out.count("type grace=2") == said
-
-
 def test_folders_that_are_taken(reference):
     again = trainer(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}")
     assert again.returncode == 8 and "resume=auto" in again.stderr and len(again.stderr.splitlines()) == 1
@@ -312,29 +303,6 @@ def test_folders_that_are_taken(reference):
 
 
 # ------------------------------------------------------------------------------------------- bad endings
-
-
-CHILDREN_OF_A_PLUGIN = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from trainer import register_dataset
-
-@register_dataset("counted")
-def counted(data):
-    images, labels = torch.arange(64 * 64).reshape(64, 1, 8, 8).to(torch.uint8), torch.arange(64) % 2
-    for _ in DataLoader(TensorDataset(images, labels), 16, num_workers=1):  # forked, as users do
-        pass
-    return (images, labels), (images, labels), ["a", "b"]
-"""
-
-
-def test_a_plugins_children_that_end_are_no_signal_to_stop(tmp_path):
-    """DataLoader installs a handler of SIGCHLD when it starts workers, here in the process that trains."""
-    (tmp_path / "counting.py").write_text(CHILDREN_OF_A_PLUGIN)
-    words = ["plugin=counting", "data.name=counted", "mode=single", "model.name=mlp", "batch_size=16", "epochs=2"]
-    done = trainer(*words, *QUIET, f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "run")["status"] == "completed"
 
 
 def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):

@@ -85,7 +85,6 @@ class StepTimer:
         self._lap = 0  # windows before the latest `lap`
         # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
-        self.latest_update = 0.0  # mean of the last window in which it was looked at
         self.latest_launches = 0.0  # share of the last window, at most
         self._own = 0.0  # seconds of the latest steps that waited for no launch, the shortest of a window
         self._events: list[torch.cuda.Event] = []
@@ -204,8 +203,6 @@ class StepTimer:
             updates = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
             updates = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
-        if updates:
-            self.latest_update = sum(seconds for _, seconds in updates) / len(updates)
         for n, seconds in updates:
             number = self.seen + n
             if number > 0:

@@ -16,23 +16,18 @@ _MOVED = ("memory/", "pipeline/")  # to the end
 AT_END = re.compile(
     r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
 )
-ANEW = re.compile(r"run/|_hparams_/|custom_scalars__config__")  # what every part of a run tells for itself
-PICTURES = ("batch as the model sees it", "confusion matrix", "timeline")
+PICTURES = ("batch as the model sees it", "confusion matrix")
 
 
 def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
     """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
-    front = _front(metric)
-    moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
-    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
-
-
-def _front(metric: str) -> dict[str, str]:
-    """Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common."""
     speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
     wanted = ("train/loss", "val/loss", f"val/{metric}", *speed)
+    # Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common.
     short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
-    return dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
+    front = dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
+    moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
+    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
 
 
 def image(name: str, encoded: bytes, size: tuple[int, int]) -> Any:

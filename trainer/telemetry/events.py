@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.saving.files import AppendFile, draft_of, opened, put, set_aside, why
-from trainer.telemetry.dashboards import ANEW, AT_END
+from trainer.telemetry.dashboards import AT_END
 
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
     from trainer.saving.checkpoint import Position
@@ -63,12 +63,6 @@ class Events(AppendFile):
 
         event = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
         self._records.write(event.SerializeToString())
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Markdown for the text tab."""
-        from torch.utils.tensorboard.summary import text as as_summary
-
-        self.add(as_summary(tag, text), step)  # type: ignore[no-untyped-call]
 
 
 def _next_time(folder: Path) -> float:
@@ -132,9 +126,8 @@ def curves_of(folder: Path) -> dict[str, Curve]:
 def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:
     """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step). Returns the events.
 
-    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come; what the run
-    is, it tells anew, as it may go on in another mode. Wherever this is killed, the files that are there hold all else,
-    once a (tag, step) after the next time.
+    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
+    is killed, the files that are there hold all else, once a (tag, step) after the next time.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -163,23 +156,21 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
 def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[Any]:
     """The summaries that a run continued at `position` keeps, each value of a (tag, step) once."""
     seen: set[tuple[str, int]] = set()
+
+    def stays(tag: str, step: int) -> bool:
+        if step == position.step:
+            return position.step_in_epoch == 0 or not AT_END.match(tag)
+        return step < position.step
+
     for path in paths if position.step else ():
         for event in read_events(path, warn):
             fresh = []
             for value in event.summary.value:
                 place = (value.tag, event.step)
-                if place not in seen and _stays(*place, position):
+                if place not in seen and stays(*place):
                     seen.add(place)
                     fresh.append(value)
             if fresh:
                 del event.summary.value[:]
                 event.summary.value.extend(fresh)
                 yield event
-
-
-def _stays(tag: str, step: int, position: Position) -> bool:
-    if ANEW.match(tag):
-        return False
-    if step == position.step:
-        return position.step_in_epoch == 0 or not AT_END.match(tag)
-    return step < position.step

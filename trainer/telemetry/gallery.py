@@ -26,13 +26,10 @@ WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its r
 
 def font_for(words: str, size: int) -> tuple[str, Any]:
     """Words as they can be written, and the font for them; a letter that it lacks becomes its number (\\u732b)."""
-    written = (letter if _has(letter) else letter.encode("unicode_escape").decode() for letter in words)
+    # DejaVu has the letters of Europe and the Near East, and signs.
+    has = (n.isprintable() and (ord(n) < 0x700 or 0x1E00 <= ord(n) < 0x2C00) for n in words)
+    written = (n if there else n.encode("unicode_escape").decode() for n, there in zip(words, has, strict=True))
     return "".join(written), _font(size)
-
-
-def _has(letter: str) -> bool:
-    """Whether DejaVu has it: the letters of Europe and the Near East, and signs."""
-    return letter.isprintable() and (ord(letter) < 0x700 or 0x1E00 <= ord(letter) < 0x2C00)
 
 
 @cache
@@ -56,15 +53,6 @@ def fit(words: str, room: float, size: int = FONT) -> str:
     while words and text_width(words + "…", size) > room:
         words = words[:-1]
     return words + "…"
-
-
-def fit_end(words: str, room: float, size: int = FONT) -> str:
-    """Cut the beginning of words, such as a path, so that they take so many pixels."""
-    if text_width(words, size) <= room:
-        return words
-    while words and text_width("…" + words, size) > room:
-        words = words[1:]
-    return "…" + words
 
 
 Numbers = npt.NDArray[Any]

@@ -35,21 +35,16 @@ def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
     FigureCanvasAgg(figure)
     row = list(figure.subplots(1, columns, squeeze=False)[0])
     for axes in row:
-        dress(axes)
+        axes.set_facecolor("none")
+        for side, spine in axes.spines.items():
+            spine.set_color(INK)
+            spine.set_visible(side in ("left", "bottom"))
+        axes.tick_params(colors=INK, which="both")
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
     return figure, row
-
-
-def dress(axes: Any) -> None:
-    """Ink, and no more lines than help to read."""
-    axes.set_facecolor("none")
-    for side, spine in axes.spines.items():
-        spine.set_color(INK)
-        spine.set_visible(side in ("left", "bottom"))
-    axes.tick_params(colors=INK, which="both")
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
-    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def save_picture(figure: Any, path: Path) -> None:

@@ -56,15 +56,12 @@ class RankWatch:
             [statistics.median(part) for part in zip(*rank, strict=True)] for rank in zip(*self._measured, strict=True)
         ]
         self._seconds, self._measured = 0.0, []
-        return self._judged(typical)
-
-    def _judged(self, typical: Sequence[Sequence[float]]) -> Lag:
-        times = [data + compute for data, compute in typical]
-        rank = max(range(len(times)), key=times.__getitem__)
-        others = [place for place in range(len(times)) if place != rank]
+        spent = [data + compute for data, compute in typical]
+        rank = max(range(len(spent)), key=spent.__getitem__)
+        others = [place for place in range(len(spent)) if place != rank]
         data, compute = (typical[rank][n] - statistics.median(typical[place][n] for place in others) for n in (0, 1))
-        usual = statistics.median(times[place] for place in others)
-        lag = Lag(rank, times[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
+        usual = statistics.median(spent[place] for place in others)
+        lag = Lag(rank, spent[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
         if lag.behind <= SLOWER:
             self.suspect, self._row = None, []
         else:

@@ -111,21 +111,15 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def parse_memory(word: str) -> int:
-    """Bytes of `memory=24GiB`. Raises RecipeError for no amount, or no unit."""
-    return int(_amount("memory", word, SIZES, "24GiB", "GiB, GB, MiB or MB"))
-
-
-def parse_bandwidth(word: str) -> float:
-    """Bytes a second of `bandwidth=10GB/s`. Raises RecipeError for no amount, or no unit."""
-    units = {f"{unit}/s": scale for unit, scale in {**SIZES, **BITS}.items()}
-    return _amount("bandwidth", word, units, "10GB/s", "GB/s, GiB/s, MB/s or Gbit/s")
-
-
-def _amount(key: str, word: str, units: dict[str, float], example: str, listed: str) -> float:
+def parse_amount(key: str, word: str) -> float:
+    """Bytes of `memory=24GiB`, or those a second of `bandwidth=10GB/s`. Raises RecipeError for what is no amount."""
+    scales, example, listed = SIZES, "24GiB", "GiB, GB, MiB or MB"
+    if key == "bandwidth":
+        scales = {f"{unit}/s": scale for unit, scale in {**SIZES, **BITS}.items()}
+        example, listed = "10GB/s", "GB/s, GiB/s, MB/s or Gbit/s"
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]+)", word)
-    scales = {unit.lower(): scale for unit, scale in units.items()}
-    amount = float(match[1]) * scales.get(match[2].lower(), 0.0) if match else 0.0
+    lowered = {unit.lower(): scale for unit, scale in scales.items()}
+    amount = float(match[1]) * lowered.get(match[2].lower(), 0.0) if match else 0.0
     if amount < 1:
         raise RecipeError(f"{key}={word[:40]} is not an amount above 0: write {key}={example}, in {listed}")
     return amount

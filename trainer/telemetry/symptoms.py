@@ -75,7 +75,10 @@ def _loss(facts: Facts, recipe: Recipe) -> str | None:
     if last <= above or not (last > GROWN * least or (len(warm) > 1 and last > min(warm[:-1]))):
         return None
     than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
-    return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{_gentler(recipe)}"
+    gentler = _tried(
+        recipe, f"optimizer.lr={_lower(recipe):g}", *["clip_grad_norm=1"] * (recipe.clip_grad_norm is None)
+    )
+    return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{gentler}"
 
 
 def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
@@ -105,7 +108,9 @@ def _memorised(facts: Facts, recipe: Recipe) -> str | None:
     mixed = recipe.augment.mixup or recipe.augment.cutmix
     if mixed or facts.classes is None or sum(facts.actual) < SAMPLES or facts.step < TRIAL or len(facts.losses) < 2:
         return None
-    floor, top1 = _floor(recipe.loss.label_smoothing, facts.classes), facts.validation[-1]["top1"]
+    smooth, top1 = recipe.loss.label_smoothing / facts.classes, facts.validation[-1]["top1"]
+    targets = [1 - recipe.loss.label_smoothing + smooth, *[smooth] * (facts.classes - 1)]
+    floor = -sum(share * math.log(share) for share in targets if share)  # the entropy of targets smoothed so
     if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
         return None
     text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): "
@@ -162,19 +167,9 @@ def _lower(recipe: Recipe) -> float:
     return float(f"{recipe.optimizer.lr / 10:.3g}")
 
 
-def _gentler(recipe: Recipe) -> str:
-    return _tried(recipe, f"optimizer.lr={_lower(recipe):g}", *["clip_grad_norm=1"] * (recipe.clip_grad_norm is None))
-
-
 def _balances(recipe: Recipe) -> list[str]:
     balanced = recipe.data.balance or recipe.loss.class_weights is not None
     return [] if balanced else ["data.balance=true", "loss.class_weights=balanced"]
-
-
-def _floor(smoothing: float, classes: int) -> float:
-    """The lowest cross-entropy that targets smoothed so allow: their entropy."""
-    shares = [1 - smoothing + smoothing / classes, *[smoothing / classes] * (classes - 1)]
-    return -sum(share * math.log(share) for share in shares if share)
 
 
 def _tried(recipe: Recipe, *words: str, by: str = ": ") -> str:

@@ -212,10 +212,7 @@ def train(
 
 def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
     if not _here.acquire(blocking=False):
-        raise RecipeError(
-            "another train() is at work in this process, whose seeds, threads and devices it uses: wait for it, or use "
-            "a process each"
-        )
+        raise RecipeError("another train() is at work in this process: wait for it, or use a process each")
     try:
         with as_before():
             return loop.run(recipe, given=calls)
@@ -226,9 +223,6 @@ def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
 def _in_children(recipe: Recipe, plugin: str | None, nproc: str | None, calls: Callbacks) -> Result:
     given = sent(recipe, plugin, calls)
     if calls.wanted:
-        print(
-            "on_epoch: called in the process of rank 0, with copies of this program's variables, so what it changes in "
-            "them is not seen here; report.log() brings figures back",
-            flush=True,
-        )
+        note = "runs in rank 0's process: what it changes is not seen here, but report.log() brings figures back"
+        print(f"on_epoch: {note}", flush=True)
     return cast(Result, child_ranks.train_in_children(recipe, MODULE if given else plugin, nproc, given))

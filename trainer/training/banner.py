@@ -11,7 +11,7 @@ from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
 from trainer.recipe.versions import VERSION
-from trainer.telemetry.readable import columns, shortened
+from trainer.telemetry.readable import columns
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
@@ -23,22 +23,18 @@ WARNINGS = (
 )
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
 ROOM = 3  # lines beside those that every run has
-INDENT = 12  # characters of titles
-SHORTEST = 10  # characters of a name
 
 
 def say(run: Run) -> None:
     """What is about to run: first what to look at, and where the rest is told.
 
-    In eight lines, and more where what every run has needs them: it is never cut, but for long names.
+    In eight lines, and more where what every run has needs them: it is never cut.
     """
-    tracker, known, name = run.tracker, run.observer.facts, run.recipe.name
-    wide, where = columns(80), few_names(run.world.devices)
-    head = f"trainer {VERSION}: {name}, {run.recipe.mode} on {where}, {known['computes']}"
-    lines = textwrap.wrap(_fitting(head, name, wide), wide, subsequent_indent=" " * INDENT)
+    tracker, known, where = run.tracker, run.observer.facts, few_names(run.world.devices)
+    head = f"trainer {VERSION}: {run.recipe.name}, {run.recipe.mode} on {where}, {known['computes']}"
+    lines = textwrap.wrap(head, columns(80), subsequent_indent=" " * 12)
     tracker.say("\n".join(lines), BOLD)
-    names = {"model": known["model"].partition(" on ")[0], "data": known["data"].partition(": ")[0], "steps": ""}
-    always = {title: _fitting(known[title], name, wide - INDENT) for title, name in names.items()}
+    always = {title: known[title] for title in ("model", "data", "steps")}
     warnings = [title for title in WARNINGS if title in known]
     titles = [title for title in known if title not in (*warnings, *always, *DETAILS)]
     room = max(1, ROOM + 1 - len(lines) + len(always) - tracker.facts(always))
@@ -47,11 +43,6 @@ def say(run: Run) -> None:
     for title in titles:
         room -= tracker.facts({title: known[title]}, lines=room + 1) - 1
     tracker.facts({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
-
-
-def _fitting(text: str, name: str, width: int) -> str:
-    """A text in which a name, and nothing else, is shortened where a line has no room for it."""
-    return text.replace(name, shortened(name, max(SHORTEST, len(name) + width - len(text))), 1) if name else text
 
 
 def few_names(devices: Sequence[str]) -> str:
@@ -63,8 +54,7 @@ def few_names(devices: Sequence[str]) -> str:
 def facts(run: Run) -> dict[str, str]:
     """What is about to run, by title."""
     recipe, world, data = run.recipe, run.world, run.datasets
-    size = world.size
-    names = world.devices
+    size, names = world.size, world.devices
     devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
     parts = run.strategy.share.count
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
@@ -124,8 +114,7 @@ def few_for_batch_norm(run: Run) -> str | None:
         instead.insert(0, "mode=ddp sync_bn=true")
     elif recipe.traits.micro_batches:
         whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
-        if whole >= 2 * FEW:
-            instead.insert(0, f"pipeline.microbatches={whole // FEW} or fewer")
+        instead = [f"pipeline.microbatches={whole // FEW} or fewer"] * (whole >= 2 * FEW) + instead
     if not run.observer.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None
     return (

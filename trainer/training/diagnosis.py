@@ -11,7 +11,7 @@ from trainer.data.encoded import EncodedPhotos
 from trainer.models.undisturbed import undisturbed
 from trainer.processes.resources import cores
 from trainer.telemetry.clocks import record_event, synchronise
-from trainer.telemetry.verdict import LITTLE, NAMED, Reading, Setting, StepParts, Verdict, judge, shares
+from trainer.telemetry.verdict import LITTLE, NAMED, Setting, StepParts, Verdict, judge, shares
 from trainer.training.reporting import idle_share, parts
 from trainer.training.run import Run
 
@@ -63,7 +63,10 @@ def diagnose(run: Run) -> Verdict | None:
     cores_per_reader = max(1, cores() // run.loader.readers)
     gpu = world.device.type == "cuda"
     begun = time.perf_counter()
-    reading = _reading(run, budget) if shares(measured)["data"] >= NAMED else None
+    reading, photos, data_set = None, run.datasets.train, run.datasets  # what rank 0 takes for a photo
+    if shares(measured)["data"] >= NAMED and world.is_main and isinstance(photos, EncodedPhotos):
+        spare = min(budget, SECONDS)
+        reading = measure_reading(photos, run.recipe, data_set.image_size, data_set.channels, spare)
     probe += time.perf_counter() - begun
     images, may_replay = len(run.datasets.train), run.steps.undecided
     setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, may_replay, images, reading)
@@ -106,11 +109,3 @@ def _own_seconds(run: Run, step: float, waited: float, update: float, budget: fl
             end = record_event()
             synchronise(world.drives)
     return pieces * begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
-
-
-def _reading(run: Run, seconds: float) -> Reading | None:
-    """What rank 0 takes for a photo; None where there are none, and on other ranks."""
-    photos, data = run.datasets.train, run.datasets
-    if not run.world.is_main or not isinstance(photos, EncodedPhotos):
-        return None
-    return measure_reading(photos, run.recipe, data.image_size, data.channels, min(seconds, SECONDS))

@@ -16,9 +16,9 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.processes.world import World
 from trainer.tasks import Task
-from trainer.training.wrong_labels import ROWS
 
 CLASSES = 256  # up to which every pair is counted
+WORST, ROWS = "worst.csv", 10_000  # the worst predictions in the run folder, and how many at most
 
 
 class Sums:
@@ -175,10 +175,7 @@ class Mistakes:
             for _, worst in parts
             for of_label, place, target, predicted, probability in zip(*worst, strict=True)
         ]
-        return sorted(found, key=_order)[:ROWS]
-
-
-def _order(mistake: Mistake) -> tuple[float, int]:
-    """The worst first, in the order of their places where they are equal; what is no number last."""
-    share = mistake.label_probability
-    return (math.inf if math.isnan(share) else share), mistake.place
+        # In the order of their places where they are equal; what is no number last.
+        shares = [math.inf if math.isnan(mistake.label_probability) else mistake.label_probability for mistake in found]
+        order = sorted(range(len(found)), key=lambda n: (shares[n], found[n].place))
+        return [found[n] for n in order[:ROWS]]

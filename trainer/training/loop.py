@@ -176,7 +176,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
     state.position = Position(step, epoch + 1, 0)
     noticing.tell(run)
-    if stopping.lost_patience(run.resolved, state):
+    if run.recipe.stop.patience is not None and stopping.lost_patience(run.resolved, state):
         tracker.say(stopping.patience_line(run.recipe.stop.patience, run.task, state.history))
     if not reporting.report_epoch(run, epoch, improved):
         state.total_steps = step
@@ -184,7 +184,6 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     if finished and mistakes is not None:
         with run.ledger.span("evaluation"):
             presenting.mistakes(run, mistakes)
-            presenting.timeline(run)
     tracker.result(reporting.result(run, "running"))
     save = run.recipe.save
     sealed = finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step)))
@@ -259,7 +258,6 @@ def finish(run: Run) -> Result:
         result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
-    presenting.end(run, verdict)
     (title, text), *rest = reporting.last_lines(run, shared).items()
     run.tracker.say(titled(title, text), GREEN)
     run.tracker.facts(dict(rest))

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from trainer.data import Batch, as_pictures
 from trainer.errors import TrainerError, text_of
+from trainer.saving.files import csv_text, portable
 from trainer.telemetry import dashboards, gallery
 from trainer.telemetry.tracking import NullTracker
-from trainer.telemetry.verdict import Verdict
-from trainer.training import wrong_labels
-from trainer.training.evaluation import Mistakes
+from trainer.training.evaluation import WORST, Mistakes
 from trainer.training.run import Run
 
 SEEN, PIXELS = 32, 2**22  # samples of the first batch that are shown, and their pixels: of large images fewer
@@ -39,44 +38,23 @@ def first_batch(run: Run, batch: Batch) -> None:
 
 def mistakes(run: Run, collected: Mistakes) -> None:
     """Of the last evaluation worst.csv, and which class is taken for which. Collective."""
+    where = getattr(run.datasets.val, "where", None) or f"{run.datasets.name}/val/{{}}".format
     rows = [
-        wrong_labels.Doubt(
-            path_of(run, mistake.place),
-            name(run, mistake.target),
-            name(run, mistake.predicted),
-            mistake.label_probability,
-            mistake.predicted_probability,
+        (
+            " ".join(portable(str(where(mistake.place))).splitlines()),  # each takes one line
+            *(name(run, mistake.target), name(run, mistake.predicted)),
+            *(f"{share:.4g}" for share in (mistake.label_probability, mistake.predicted_probability)),
         )
         for mistake in collected.gathered(run.world)
     ]
     if run.tracker.path is not None and not run.datasets.synthetic and rows:
-        run.tracker.replace(wrong_labels.FILE, wrong_labels.table(rows))
+        head = ("path", "label", "predicted", "label_probability", "predicted_probability")
+        run.tracker.replace(WORST, csv_text([head, *rows]))
     if run.tracker.shows and collected.pairs is not None:
         with dispensable(run.tracker):
             names = [name(run, place) for place in range(len(collected.pairs))]
             matrix = gallery.confusion(collected.pairs.numpy(), names)
             _picture(run, "confusion matrix", matrix, run.state.position.step)
-
-
-def path_of(run: Run, sample: int) -> str:
-    """A held-out sample's path, or what else tells which it is."""
-    where = getattr(run.datasets.val, "where", None)
-    return f"{run.datasets.name}/val/{sample}" if where is None else str(where(sample))
-
-
-def timeline(run: Run) -> None:
-    """The pipeline's, as drawn in the run folder at the end of the last epoch."""
-    path = run.tracker.path
-    if run.tracker.shows and run.recipe.pipeline.timeline and path is not None and (path / "timeline.png").is_file():
-        encoded = (path / "timeline.png").read_bytes()
-        size = int.from_bytes(encoded[16:20]), int.from_bytes(encoded[20:24])  # of a PNG's first chunk
-        _picture(run, "timeline", gallery.EncodedImage(encoded, size), run.state.position.step)
-
-
-def end(run: Run, verdict: Verdict | None) -> None:
-    """The part of a step that is only known at the end."""
-    if verdict is not None and (seconds := verdict.step_seconds * verdict.step["communication"]):
-        run.tracker.scalars({"speed/part_communication_ms": 1e3 * seconds}, run.state.position.step)
 
 
 @contextmanager

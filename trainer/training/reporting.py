@@ -18,10 +18,8 @@ from trainer.saving.files import without_nan
 from trainer.saving.journal import START
 from trainer.tasks.task import figure
 from trainer.telemetry.readable import as_size, duration, number
-from trainer.telemetry.verdict import StepParts, shares
-from trainer.training import wrong_labels
 from trainer.training.callbacks import EpochReport
-from trainer.training.evaluation import metrics_of
+from trainer.training.evaluation import WORST, metrics_of
 from trainer.training.results import Result
 from trainer.training.run import Run
 from trainer.training.stopping import ended_by
@@ -41,7 +39,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
         window: steps, seconds, and seconds of waiting for data since then, without warm-up.
     """
     steps, seconds, waited = window
-    figures, speed = run.strategy.figures(), images_per_second(run, window)
+    speed = images_per_second(run, window)
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm.item()
@@ -57,11 +55,6 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
         utilisation = _mfu(run, speed)
         if utilisation is not None:
             values["speed/mfu_pct"] = 100 * utilisation
-        # Milliseconds of a step by what they go to. Communication counts as computing: only the end knows it.
-        step, bubble = seconds / steps, idle_share(run, figures.get("pipeline/bubble_pct", 0.0) / 100)
-        parts = shares(StepParts(step, waited / steps, run.timer.latest_update, bubble=bubble))
-        shown = ["data", "compute", "optimizer"] + ["bubble"] * run.recipe.traits.staged
-        values |= {f"speed/part_{name}_ms": 1e3 * step * parts[name] for name in shown if name in parts}
     run.tracker.step(
         {
             "step": run.state.position.step,
@@ -73,7 +66,7 @@ def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tupl
             "skipped": len(run.state.history.nonfinite),
         }
     )
-    run.tracker.scalars(values | figures, run.state.position.step)
+    run.tracker.scalars(values | run.strategy.figures(), run.state.position.step)
 
 
 def report_epoch(run: Run, epoch: int, best: bool) -> bool:
@@ -145,14 +138,11 @@ def last_lines(run: Run, result: Result) -> dict[str, str]:
         text += f"; {result['data']['skipped']} times an unreadable image was replaced or left out"
     if result["data"]["uncached"]:
         text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared again"
-    lines, pipeline = {"done": text}, result["pipeline"]
-    if pipeline and pipeline["bubble_measured"] is not None:
-        lines["bubble"] = f"{pipeline['bubble_measured']:.1%} of forward and backward"
-        lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
-    best = {"best": f"{folder}/best.safetensors"} if _best(run) else {}
-    lines |= {**verdict, "weights": f"{folder}/last.safetensors", **best}
-    if run.recipe.data.name in OWN_PHOTOS and folder is not None and (folder / wrong_labels.FILE).exists():
-        lines["worst"] = f"{folder}/{wrong_labels.FILE}"
+    lines = {"done": text, **verdict, "weights": f"{folder}/last.safetensors"}
+    lines |= {"best": f"{folder}/best.safetensors"} if _best(run) else {}
+    lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
+    if run.recipe.data.name in OWN_PHOTOS and folder is not None and (folder / WORST).exists():
+        lines["worst"] = f"{folder}/{WORST}"
         lines["labels"] = f"python -m trainer predict {shlex.quote(str(folder))} predict.split=train"
     if run.recipe.logging.tensorboard:
         lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"

@@ -80,6 +80,5 @@ class Run:
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, state.updater, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
-        self.counted = torch.zeros(
-            2, dtype=torch.int64
-        )  # unreadable images and uncached photos of this rank that the history has
+        # Unreadable images and uncached photos of this rank that the history has.
+        self.counted = torch.zeros(2, dtype=torch.int64)

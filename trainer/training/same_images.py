@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shlex
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +24,6 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.errors import SetupError
 from trainer.processes.world import World
 from trainer.saving.checkpoint import State
-from trainer.saving.run_folder import free_beside
 from trainer.tasks.classification import class_name
 from trainer.training.state import Resolved
 
@@ -153,7 +151,5 @@ def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     before = state.facts.get("steps_per_epoch", steps)
     changes += ["what is held out now may have been trained on, and the best so far is of other images"] * others
     changes += [f"an epoch is {steps:,} steps and was {before:,}"] * (before != steps)
-    if state.position.step >= total_steps and (path := resolved.tracker.path) is not None:
-        words = f"recipe={shlex.quote(str(path))} output={free_beside(path, 'again')}"
-        changes += [f"this run is complete and trains no further: train on them with python -m trainer {words}"]
+    changes += ["this run is complete and trains no further"] * (state.position.step >= total_steps)
     resolved.tracker.say(f"  the images changed since then: {'; '.join(changes)}")

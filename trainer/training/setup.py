@@ -31,7 +31,7 @@ from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import PATIENCE, World
-from trainer.recipe import Recipe, flatten
+from trainer.recipe import Recipe
 from trainer.recipe.checks import most_rows
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
@@ -71,9 +71,7 @@ class Claim:
 
     world: World
     tracker: NullTracker
-    resolved_keys: dict[
-        str, Any
-    ]  # keys of the recipe that the run to be continued chose, where this recipe leaves them open
+    resolved_keys: dict[str, Any]  # what the run to be continued chose of its recipe's open keys
     before: Before  # the images that it holds out
     ledger: Ledger
 
@@ -123,14 +121,10 @@ def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error
 def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
     world, tracker = claim.world, claim.tracker
-    recipe = typed.replace(**claim.resolved_keys)
-    reasons = _changes(typed, recipe, "as the run that is continued")
-    before, recipe = recipe, with_pretrained_input(recipe)
-    reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
+    recipe = with_pretrained_input(typed.replace(**claim.resolved_keys))
     data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
     if "images" in data.notes:
-        before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
-        reasons |= _changes(before, recipe, "by a look at the images")
+        recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
     task = task_of(recipe, data)
     share = modes.data_share(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, share)
@@ -140,14 +134,12 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
     samples = identified(world, data, state)
-    before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
-    reasons |= _changes(before, recipe, "by the cache")
+    data, recipe = cached(replace(data, sources=()), recipe, world, tracker.say, closing)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
-        before, recipe = recipe, speed_recipe(recipe, data, tracker.say)
-        reasons |= _changes(before, recipe, "there is no data: this measures speed")
+        recipe = speed_recipe(recipe, data, tracker.say)
     tracker.resolved(recipe)
-    return Resolved(recipe, reasons, data, task, world, share, steps, tracker, state, samples, speed_only)
+    return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, speed_only)
 
 
 def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
@@ -161,11 +153,6 @@ def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> 
     plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
     recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
     return recipe.replace(max_steps=steps, resume=None)
-
-
-def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
-    was, now = flatten(before.to_dict()), flatten(after.to_dict())
-    return dict.fromkeys((key for key in now if was[key] != now[key]), reason)
 
 
 def start_process(recipe: Recipe) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from trainer.data import Datasets
 from trainer.data.photos.photo_reader import shorter_side_of
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import bare
@@ -165,14 +164,6 @@ def _metadata(run: Run) -> dict[str, str]:
         "step": str(run.state.position.step),
         "ema": str(run.state.average is not None).lower(),
         "num_classes": str(names),
-        **of_data(data),
-        "recipe": json.dumps(run.recipe.for_others()),
-    }
-
-
-def of_data(data: Datasets) -> dict[str, str]:
-    """What is to be known of a data set to use a model that was trained on it."""
-    return {
         "channels": str(data.channels),
         "image_size": str(data.image_size),
         **({} if data.plain else {"shorter_side": str(shorter_side_of(data))}),
@@ -180,4 +171,5 @@ def of_data(data: Datasets) -> dict[str, str]:
         "mean": json.dumps(data.mean),
         "std": json.dumps(data.std),
         "classes": json.dumps(data.classes),
+        "recipe": json.dumps(run.recipe.for_others()),
     }

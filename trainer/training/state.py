@@ -22,7 +22,6 @@ class Resolved:
     """A run before anything is built: nothing of it is replaced any more."""
 
     recipe: Recipe  # with every key that was left open
-    reasons: dict[str, str]  # why a key is not as typed, by its name
     datasets: Datasets
     task: Task
     world: World

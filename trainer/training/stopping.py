@@ -6,6 +6,7 @@ import math
 
 from trainer.recipe import Recipe
 from trainer.tasks import Task
+from trainer.telemetry.readable import counted
 from trainer.training.state import History, Resolved, TrainState
 
 
@@ -40,13 +41,12 @@ def best_epoch(history: History) -> int | None:
     return None if best is None or epoch is None or math.isnan(best) else epoch + 1
 
 
-def patience_line(patience: int | None, task: Task, history: History) -> str:
+def patience_line(patience: int, task: Task, history: History) -> str:
     """What is printed when patience is lost."""
-    best, epochs = best_epoch(history), f"{patience} epoch{'s' * (patience != 1)}"
-    if best is None:
-        return f"stopped: {task.metric} was not a number in {epochs} (stop.patience={patience})"
-    value = task.text({task.metric: history.best})
-    return f"stopped: {epochs} without a better {value}, which was epoch {best}'s (stop.patience={patience})"
+    best, worse = best_epoch(history), f"a number for {task.metric}"
+    if best is not None:
+        worse = f"a better {task.text({task.metric: history.best})}, which was epoch {best}'s"
+    return f"stopped: {counted(patience, 'epoch')} without {worse} (stop.patience={patience})"
 
 
 def ended_by(resolved: Resolved, state: TrainState) -> str:

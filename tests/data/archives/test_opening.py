@@ -65,7 +65,7 @@ def test_parts_by_the_names_of_shards(tmp_path):
     tarred(tmp_path / "pets-val-000000.tar", in_folders({"cat": 2, "dog": 1}))
     found = opened(tmp_path)
     assert (len(found.train), len(found.val), found.classes) == (30, 3, ("cat", "dog"))
-    assert "val" in found.split and found.holdout_table is None
+    assert "val" in found.holdout and found.holdout_table is None
     assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
     assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
     only = opened(tmp_path / "pets-train-*.tar")
@@ -111,7 +111,7 @@ def test_beside_train_and_val_others_are_left_alone_and_told(tmp_path):
     for part in ("train", "val", "test", "extra"):
         tarred(tmp_path / f"{part}-0.tar", in_folders(PETS))
     found = opened(tmp_path)
-    assert found.split.startswith("what is called val")
+    assert found.holdout.startswith("what is called val")
     assert found.notes["beside"] == f"not looked at in {tmp_path}: extra-0.tar, test-0.tar"
 
 
@@ -134,7 +134,7 @@ def test_other_data_without_a_train_part_is_held_out_whole(tmp_path):
 def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     path = tarred(tmp_path / "a.tar", in_folders({"cat": 10, "dog": 20}))
     found = opened(path)
-    assert np.bincount(found.val.labels).tolist() == [2, 4] and found.split.startswith("0.2 of each class of ")
+    assert np.bincount(found.val.labels).tolist() == [2, 4] and found.holdout.startswith("0.2 of each class of ")
     rows = found.holdout_table().splitlines()
     assert rows[0] == "file,label,split" and len(rows) == 31
     held = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))

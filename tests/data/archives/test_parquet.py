@@ -32,7 +32,7 @@ def test_as_it_is_published(tmp_path):
         parquet(tmp_path / "data" / f"{part}-{n:05}-of-00002.parquet", IMAGES, labels, ["cat", "dog", "eel"], group=7)
     found = opened(tmp_path)
     assert (len(found.train), len(found.val), found.classes) == (50, 25, ("cat", "dog", "eel"))
-    assert found.train.labels.tolist() == LABELS * 2 and found.split.startswith("what is called val")
+    assert found.train.labels.tolist() == LABELS * 2 and found.holdout.startswith("what is called val")
     assert found.train.where(26) == f"{tmp_path}/data/train-00001-of-00002.parquet/1"
     source = pickle.loads(pickle.dumps(found.train))
     order = random.Random(0).sample(range(50), 50)

@@ -64,7 +64,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
     other.write_text(table("path,Split,kind", cells, NAMES[:6]))
     found = open_datasets(load(None, "data.name=imagefolder", f"data.root={photos}", f"data.labels={other}"))
     assert (len(found.train), len(found.val)) == (3, 2) and found.classes == ("0", "1")
-    assert str(other) in found.split and re.search(r"\b1 rows? of .*\btest\b", found.notes["beside"])
+    assert str(other) in found.holdout and re.search(r"\b1 rows? of .*\btest\b", found.notes["beside"])
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,16 @@ def test_an_image_has_one_line(photos):
             opened(photos, f"{text}{line}\n")
     with pytest.raises(SetupError, match=r"line 10: train/0\.png .*\bcat;dog$"):
         opened(photos, f"{text}train/0.png,dog\n", "task.name=multilabel")
+
+
+def test_measures_are_no_classes(photos):
+    says = "age holds 4 different numbers for 4 images, such as 1.5: .*=regression; .* as words, such as class-1.5"
+    with pytest.raises(SetupError, match=says):
+        opened(photos, table("file,age", [f"{n / 2}" for n in range(8)]))
+    assert opened(photos, table("file,dose", ["0.5", "1.0"] * 4)).classes == ("0.5", "1.0")
+    words = [f"class-{n / 2}" for n in range(4)] * 2
+    assert opened(photos, table("file,age", words)).classes == tuple(words[:4])
+    assert opened(photos, table("file,digit", ["0", "1", "2", "3"] * 2)).classes == ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("TRUE", "FALSE"), ("1.0", "0.0")])

@@ -20,20 +20,20 @@ def place(source, index=0):
 @pytest.mark.parametrize("held_out", ["val", "valid", "Validation", "test"])
 def test_parts_are_known_by_many_names(tmp_path, train, held_out):
     found = opened(photo_set(tmp_path, PETS, split=True, parts=(train, held_out)))
-    assert (len(found.train), len(found.val), found.split) == (10, 10, str(tmp_path / held_out))
+    assert (len(found.train), len(found.val), found.holdout) == (10, 10, str(tmp_path / held_out))
     assert found.holdout_table is None
 
 
 def test_beside_val_a_test_folder_is_left_alone_and_told(tmp_path):
     found = opened(photo_set(tmp_path, PETS, split=True, parts=("train", "val", "test", "raw")))
-    assert found.split == str(tmp_path / "val") and found.notes["beside"] == f"not looked at in {tmp_path}: raw, test"
+    assert found.holdout == str(tmp_path / "val") and found.notes["beside"] == f"not looked at in {tmp_path}: raw, test"
 
 
 def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
     photo_set(tmp_path, PETS, split=True, parts=("train",))
     photo(tmp_path / "test" / "1.jpg")
     for root in (tmp_path, tmp_path / "train"):
-        assert len(opened(root).train) == 8 and opened(root).split.startswith("0.2 of each class of ")
+        assert len(opened(root).train) == 8 and opened(root).holdout.startswith("0.2 of each class of ")
     assert opened(tmp_path).notes["beside"] == f"not looked at in {tmp_path}: test"
     (tmp_path / "test").rename(tmp_path / "val")
     with pytest.raises(SetupError, match=r"\bval holds 1 images and no class folders"):
@@ -44,14 +44,14 @@ def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
 def test_without_a_held_out_part_a_fifth_of_each_class_is(tmp_path, parts):
     found = opened(photo_set(tmp_path, PETS, split=bool(parts), parts=parts))
     assert (len(found.train), len(found.val)) == (8, 2) and found.val.labels.tolist() == [0, 1]
-    assert found.split.startswith("0.2 of each class of ")
+    assert found.holdout.startswith("0.2 of each class of ")
     assert found.notes["classes"].startswith("cat 4 + 1, dog 4 + 1 ")
 
 
 def test_the_training_folder_itself_finds_what_is_held_out_beside_it(tmp_path):
     photo_set(tmp_path / "pets", PETS, split=True, parts=("train", "Valid"))
     found = opened(tmp_path / "pets" / "train")
-    assert (len(found.train), len(found.val), found.split) == (10, 10, str(tmp_path / "pets" / "Valid"))
+    assert (len(found.train), len(found.val), found.holdout) == (10, 10, str(tmp_path / "pets" / "Valid"))
     alone = opened(photo_set(tmp_path / "other", PETS, split=True, parts=("train",)) / "train")
     assert (len(alone.train), len(alone.val)) == (8, 2)
 

@@ -55,7 +55,7 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
     with pytest.raises(SetupError, match=r"split\.csv.*\boutput="):
         opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"})))
     other = opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"}), elsewhere=True))
-    assert len(other.val) == 60 and other.split == f"all of {tmp_path}"
+    assert len(other.val) == 60 and other.holdout == f"all of {tmp_path}"
 
 
 def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):

@@ -82,8 +82,8 @@ def plan(
             raise RecipeError(f"{key}= is a number, or text as in '24GiB', not {type(amount).__name__}")
     if measured not in (None, "here"):
         raise RecipeError(f"measured={str(measured)[:80]}: a speed is predicted from this machine's, by measured=here")
-    room = readable.parse_memory(memory) if isinstance(memory, str) else memory
-    speed = readable.parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    room = int(readable.parse_amount("memory", memory)) if isinstance(memory, str) else memory
+    speed = readable.parse_amount("bandwidth", bandwidth) if isinstance(bandwidth, str) else bandwidth
     layout = lay_out(recipe, nproc, gpus=room is not None and measured is None)
     launching.load_plugin(plugin)
     from trainer.commands.plan.summary import summarise

@@ -25,6 +25,7 @@ from trainer.tasks.task import Reads
 
 SPLIT = "split"  # the column that says which set an image is in
 SEPARATOR = ";"  # between the classes of an image
+DIGITS = 10  # up to so many classes may have whole numbers as names, however few images there are
 BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
 
 Line = tuple[int, list[str]]  # its number and its cells
@@ -124,6 +125,15 @@ def targets_of(
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
         if several := next((name for name in named.names if SEPARATOR in name), None):
             raise SetupError(f"{path}: '{several}' looks like several classes: add task.name=multilabel")
+        measures = all(map(_is_number, named.names)) and (
+            len(named.names) > DIGITS or not all(map(str.isdigit, named.names))
+        )
+        if measures and len(named.names) > len(train) / 2:  # hardly any comes twice
+            raise SetupError(
+                f"{path}: {columns[0]} holds {len(named.names)} different numbers for {len(train)} images, such as "
+                f"{named.names[-1]}: where they are measures and no classes, add task.name=regression; where they are "
+                f"classes, write them as words, such as class-{named.names[-1]}"
+            )
         for row in (row for row in (*train, *val) if not row.cells[0] or row.cells[0] not in named.places):
             what = f"no training image has the class '{row.cells[0]}'" if row.cells[0] else f"{row.file} has no class"
             raise SetupError(f"{path}, line {row.number}: {what}")
@@ -187,6 +197,13 @@ def read_lines(path: Path) -> tuple[list[str], list[Line]]:
 def plain(cell: str) -> str:
     """The path that a cell holds, also as Windows and `find .` write it."""
     return os.path.normpath(cell.replace("\\", "/"))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def _several(cell: str) -> list[str]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -367,31 +366,3 @@ for work in (lambda: lock.__setstate__((0, 1, 1, "/gone")), lambda: open("/here"
 """
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 1) and "/here" in done.stderr, done.stderr
-
-
-def test_torchs_timer_that_ends_itself_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
-
-    shown: list[str] = []
-    monkeypatch.setattr(
-        sys, "unraisablehook", launching.without_timers(lambda found: shown.append(str(found.exc_value)))
-    )
-
-    def lets_go(held: list[object]) -> None:
-        held.clear()
-
-    held: list[object] = []
-    timer = _PeriodicTimer(timedelta(milliseconds=1), lets_go, held)
-    held.append(timer)
-    timer.start()
-    thread = timer._thread
-    del timer
-    thread.join(10)
-    assert not thread.is_alive() and not held and shown == []
-
-    class Other:
-        def __del__(self) -> None:
-            raise RuntimeError("of somebody else")
-
-    Other()
-    assert shown == ["of somebody else"]

@@ -201,7 +201,7 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
         assert [int(r["step"]) for r in csv.DictReader(file)] == [1, 2, 3]
 
 
-ROW = "{},0,1.0,0.5,0.1,9.0\n"
+ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
 SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
     "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),

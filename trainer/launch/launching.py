@@ -147,7 +147,8 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     for name in ("torch.distributed", "torch.multiprocessing"):  # whose 30 lines a failure would bury our one
         quiet = logging.getLogger(name)
         quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
-    sys.unraisablehook = without_timers(sys.unraisablehook)
+    show = sys.unraisablehook  # the thread of torch's rendezvous may hold its last reference, and try to join itself
+    sys.unraisablehook = lambda error: None if "cannot join current thread" in str(error.exc_value) else show(error)
     interrupts.raise_at_ctrl_c()
     passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
     handlers = {number: signal.getsignal(number) for number in passed_on}
@@ -185,19 +186,6 @@ def _attempt(
             return _ending(lambda: launcher({**os.environ}, restarts, *words), Path(logs), launch)
 
 
-def without_timers(show: Callable[[Any], object]) -> Callable[[Any], None]:
-    """A `sys.unraisablehook` that shows all errors but one of torch's.
-
-    The thread of its rendezvous's timer may hold the last reference to that, and then tries to join itself.
-    """
-
-    def hook(error: Any) -> None:
-        if str(error.exc_value) != "cannot join current thread":
-            show(error)
-
-    return hook
-
-
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
     """What this node waits for; empty once its ranks are started, for then all nodes have met."""
     if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
@@ -229,16 +217,6 @@ def _signals(run: Any, recipe: Recipe) -> list[str]:
     return options
 
 
-def _end_unknown_ranks() -> None:
-    """Ranks that were forked as a signal came, of which torch does not know yet, have nothing to save."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(interrupts.PROMPT)
-        child.kill()
-
-
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:
     """Run to the end; None when every rank ended well."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -257,7 +235,12 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         }
         return endings.first_cause((seen | endings.reports(logs)).values())
     except SignalException as stopped:
-        _end_unknown_ranks()
+        children = multiprocessing.active_children()  # forked as it came, torch does not know of them yet
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join(interrupts.PROMPT)
+            child.kill()
         # The agent has passed the signal on and waited. A rank that could not save ends with another code.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())

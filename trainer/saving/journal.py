@@ -232,19 +232,13 @@ def _end_of(attempt: Attempt) -> dict[str, Any]:
 def _before(working: float, alone: bool) -> dict[str, float]:
     """Seconds before this process began its work, `working` seconds ago, and of a run's first attempt also those of the
     torchrun that started it."""
-    began = _start_of(os.getpid())
-    if began is None:
-        return {}
-    parts = {f"{START}imports": _since_boot() - began - working}
-    started = _start_of(rank.launcher()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
-    return {**({f"{START}launcher": began - started} if started is not None else {}), **parts}
-
-
-def _start_of(pid: int) -> float | None:
-    """When a process began, in seconds since boot; None where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
-        return rank.start_of(pid) / os.sysconf("SC_CLK_TCK")
-    return None
+    parts, tick = {}, os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, ValueError, IndexError):  # the system does not tell
+        began = rank.start_of(os.getpid()) / tick
+        parts[f"{START}imports"] = _since_boot() - began - working
+        if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+            parts[f"{START}launcher"] = began - rank.start_of(rank.launcher()) / tick
+    return parts
 
 
 def _since_boot() -> float:

@@ -71,7 +71,7 @@ def answer(words: Sequence[str]) -> int:
         now = time.time()
         line, code = explain(error)
         own = code == TrainerError.code
-        line = endings.with_stack(line, error) if own else endings.name_stopped_ranks(line, code)
+        line = endings.with_stack(line, error) if own else endings.name_stopped_ranks(line, code, error)
     endings.write_report(line, code, now)
     if family.launcher_prints() or (_launched() and not place().is_main):
         endings.let_others_print(code)

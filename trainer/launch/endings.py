@@ -168,12 +168,14 @@ def with_stack(line: str, error: BaseException) -> str:
     return f"{sentence(error)}; the stack is in {file}" if file else f"{sentence(error)}\n{line}"
 
 
-def name_stopped_ranks(line: str, code: int) -> str:
+def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
     """The line of a rank that lost others, which names those that were stopped."""
     stopped = family.resume_stopped() if code == PeerError.code else []
     if not stopped:
         return line
-    return f"rank {', '.join(map(str, stopped))} was silent: it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", f"{line} {error.__cause__}")
+    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
+    return f"rank {', '.join(map(str, stopped))}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
 
 
 def say(line: str, code: int) -> None:

@@ -200,21 +200,17 @@ def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
 
 
 def _signals(run: Any, recipe: Recipe) -> list[str]:
-    """Options of torchrun, where it has them: which signals it passes on, and how long before it kills.
+    """Options of torchrun: which signals it passes on. And how long before it kills, where it can be told that.
 
     Signals that ask to save and end reach the ranks as SIGTERM, which their loader workers get too. Under nohup SIGHUP
     is ignored.
     """
-    known = set(run.get_args_parser()._option_string_actions)
-    options = []
-    if "--signals-to-handle" in known:
-        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
-        for number in interrupts.IF_UNUSED:
-            if early.unused(number):
-                signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if "--shutdown-timeout" in known:  # the ranks read it too
+    for number in interrupts.IF_UNUSED:
+        if early.unused(number):
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:  # the ranks read it too
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
-    return options
+    return ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"]
 
 
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:

@@ -259,7 +259,7 @@ def _starter(
     except Exception as error:
         raise _unpicklable(worker, error) from error
     spawn = method == "spawn"
-    context: Any = multiprocessing.get_context(method) if spawn else fork_server.context("trainer.pool.worker")
+    context: Any = multiprocessing.get_context("spawn") if spawn else fork_server.context("trainer.pool.worker")
     threads = threads_each(count)
     return lambda seat: ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
 

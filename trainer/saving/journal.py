@@ -100,6 +100,9 @@ class Journal(NullJournal):
         before = _before(sum(seconds().values()), alone=not self._earlier) if ours else {}
         self._before, self._seconds = before, seconds
         self._began = _since_boot() - sum((before | seconds()).values())
+        self._boot = ""
+        with suppress(OSError):
+            self._boot = rank.boot_id()
         self._width, self._marked = 0, -math.inf
         self._step = 0
         self._resumed: int | None = None
@@ -124,7 +127,7 @@ class Journal(NullJournal):
         seconds = {part: round(spent, 4) for part, spent in (self._before | self._seconds()).items()}
         return Attempt(
             host=socket.gethostname(),
-            boot=_boot(),
+            boot=self._boot,
             began=round(self._began, 4),
             now=round(_since_boot(), 4),
             time=round(time.time(), 3),
@@ -220,13 +223,11 @@ def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: boo
         lacks.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
     parts = {part: spent for part, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent > 0}
     wall = sum(parts.values())
-    ended = attempts if over or attempts[-1].end else attempts[:-1]
-    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, [*map(_end_of, ended)], lacks)
-
-
-def _end_of(attempt: Attempt) -> dict[str, Any]:
-    when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
-    return {"time": when, "step": attempt.step, "cause": attempt.end or KILLED}
+    ends = []
+    for attempt in attempts if over or attempts[-1].end else attempts[:-1]:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
+        ends.append({"time": when, "step": attempt.step, "cause": attempt.end or KILLED})
+    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, ends, lacks)
 
 
 def _before(working: float, alone: bool) -> dict[str, float]:
@@ -243,9 +244,3 @@ def _before(working: float, alone: bool) -> dict[str, float]:
 
 def _since_boot() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return rank.boot_id()
-    return ""

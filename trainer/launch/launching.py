@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
@@ -152,7 +151,12 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     interrupts.raise_at_ctrl_c()
     passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
     handlers = {number: signal.getsignal(number) for number in passed_on}
-    arguments += _signals(run, recipe)
+    for number in interrupts.IF_UNUSED:  # as SIGTERM, which loader workers get too; under nohup SIGHUP is ignored
+        if early.unused(number):
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:  # the ranks read it too
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
+    arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
     try:
         restarts = 0
         while True:
@@ -197,20 +201,6 @@ def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
         f"{launch.master_addr}:{launch.master_port}, {timeout:g} s at most: start them with NODE_RANK={which} and the "
         "same MASTER_ADDR and MASTER_PORT"
     )
-
-
-def _signals(run: Any, recipe: Recipe) -> list[str]:
-    """Options of torchrun: which signals it passes on. And how long before it kills, where it can be told that.
-
-    Signals that ask to save and end reach the ranks as SIGTERM, which their loader workers get too. Under nohup SIGHUP
-    is ignored.
-    """
-    for number in interrupts.IF_UNUSED:
-        if early.unused(number):
-            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:  # the ranks read it too
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
-    return ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"]
 
 
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:

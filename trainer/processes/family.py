@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -174,3 +174,18 @@ def at_once(
                 raise PeerError(f"it did not end within {seconds:.0f} s")
             time.sleep(0.02)
     return [child.returncode for child in running]
+
+
+def start_beside(command: Sequence[str], fd: int, blocked: Iterable[int]) -> subprocess.Popen[bytes]:
+    """A command that has one of this process's files, and ends by itself at the end of its stdin, which never blocks.
+
+    It stays in this process's group, and does not receive the signals `blocked` that mean this process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], bufsize=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert child.stdin is not None
+    os.set_blocking(child.stdin.fileno(), False)
+    return child

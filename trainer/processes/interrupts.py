@@ -53,15 +53,8 @@ class Watchdog:
         """`signals`: those that count; `grace`: seconds that a call may last after one while all peers live."""
         words = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
         command = [sys.executable, "-P", "-S", str(PROGRAM), *map(str, words)]  # -S: in 20 ms, without site-packages
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # it stays in this group, whose signals mean the rank
-        try:
-            with suppress(OSError):  # the system has no process left: the rank trains without
-                fds = [wakeup.fileno()]
-                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, bufsize=0)
-                assert self._process.stdin is not None
-                os.set_blocking(self._process.stdin.fileno(), False)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with suppress(OSError):  # the system has no process left: the rank trains without
+            self._process = family.start_beside(command, wakeup.fileno(), signals)
 
     def send(self, line: str) -> None:
         """`alive` after a signal, `saving` and `saved`, or the process ids of all ranks here once training begins."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError
 from trainer.recipe.text import not_utf8
-from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
+from trainer.saving.checkpoint import checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import StoredTensor, fault_point, mapped, serialised, sync, write_synced
 
@@ -57,7 +57,11 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         if path.is_dir():
             if is_checkpoint(path):
-                return _saved_weights(load(path))
+                state = load(path)
+                model, ema = state.part("model"), state.part("ema")
+                at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
+                tensors = {name: tensor.read() for name, tensor in {**model, **ema}.items()}
+                return tensors, {"format": "pt", "weights": "ema" if ema else "model", **at}
             file = path / "last.safetensors"
         if not file.is_file():
             if runs := sorted(path.glob("*/last.safetensors"), key=os.path.getmtime):
@@ -94,14 +98,6 @@ def read_metadata(path: Path) -> dict[str, str]:
             return whole.metadata() or {}
     except (OSError, SafetensorError):
         return {}
-
-
-def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
-    model, ema = state.part("model"), state.part("ema")
-    kind = "ema" if ema else "model"
-    at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    tensors = {**model, **ema}
-    return {name: tensor.read() for name, tensor in tensors.items()}, {"format": "pt", "weights": kind, **at}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -70,19 +70,13 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        line = (
-            endings.with_stack(line, error)
-            if code == TrainerError.code
-            else endings.name_stopped_ranks(line, code, error)
-        )
+        own = code == TrainerError.code
+        line = endings.with_stack(line, error) if own else endings.name_stopped_ranks(line, code, error)
     endings.write_report(line, code, now)
-    if family.launcher_prints():
-        endings.let_cause_be_seen(code)
+    if family.launcher_prints() or (_launched() and not place().is_main):
+        endings.let_others_print(code)
     else:
-        if not _launched() or place().is_main:
-            endings.say(line, code)
-        else:
-            endings.let_rank_0_print(code)
+        endings.say(line, code)
     return code
 
 

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.launch.test_launching import work as work
 from trainer.errors import NotFiniteError, SetupError, TrainerError
-from trainer.launch import child_ranks, launching
+from trainer.launch import child_ranks
 from trainer.recipe import load
-
-
-@pytest.mark.full
-def test_the_api_trains_in_children_and_raises_what_they_met(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load("digits", "devices=[cpu]")
-    assert launching.wants_children(recipe)
-    assert not launching.wants_children(load("digits", "mode=single", "devices=[cpu]"))
-    result: dict[str, Any] = child_ranks.train_in_children(recipe, "stand_in")
-    assert result == {
-        "world_size": launching.choose_launch(os.environ, None, recipe, lambda: 0, os.cpu_count() or 1).size
-    } | {"recipe": "digits"}
-    (folder,) = (work / "runs").iterdir()
-    assert re.fullmatch(r"digits-ddp-\d{8}-\d{6}", folder.name)
-    assert json.loads((folder / "result.json").read_text()) == result
-
-    monkeypatch.setenv("NPROC", "2")
-    monkeypatch.setenv("CASE", "nan")
-    with pytest.raises(NotFiniteError, match=r"^the loss is nan at step 3$"):
-        child_ranks.train_in_children(recipe.replace(output=str(work / "mine")), "stand_in")
-    with pytest.raises(TrainerError, match="absent"):
-        child_ranks.train_in_children(recipe, "absent")
-    assert list((work / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from trainer.errors import (
 )
 from trainer.launch.endings import Ending, cause, first_cause, say, with_stack, write_report
 from trainer.processes import family, stacks
+from trainer.processes.watchdog_process import GIVEN_UP
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,8 @@ from trainer.processes import family, stacks
         ([Ending(0, -11, "", 2.0), Ending(1, 7, "lost", 1.0)], 0, 7, "rank 0 was killed by SIGSEGV (a fault in torch"),
         ([Ending(0, -12, "", 1.0)], 0, 143, "rank 0 was killed by SIGUSR2"),  # as Python started
         ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),
+        ([Ending(0, 7, "lost", 10.0), Ending(1, -GIVEN_UP, "", 17.0)], 0, 7, "lost"),  # the watchdog's end is no cause
+        ([Ending(1, -GIVEN_UP, "", 17.0)], 1, 143, "rank 1 was killed by SIGVTALRM"),
     ],
 )
 def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str) -> None:

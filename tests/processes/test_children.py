@@ -50,10 +50,7 @@ def test_it_has_a_session_and_is_told_whose_it_is():
 
 
 def test_what_is_not_there_is_one_line():
-    with (
-        pytest.raises(SetupError, match=r"^/not/here .*No such file"),
-        family.started(["/not/here"]),
-    ):
+    with pytest.raises(SetupError, match=r"^/not/here .*No such file"), family.started(["/not/here"]):
         pass
 
 

@@ -99,12 +99,17 @@ def test_a_second_signal(first, second, code):
     assert end(child)[0] == code
 
 
-def test_the_watcher_leaves_when_the_loop_cannot_come():
-    child = start(BLOCKED, grace=2)
+def test_the_watcher_leaves_when_the_loop_cannot_come(tmp_path):
+    """With the stacks in the run folder."""
+    child = start(
+        f"from trainer.processes import stacks\n    stacks.write_to({str(tmp_path)!r})\n    {BLOCKED}", grace=2
+    )
     begun = time.monotonic()
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
-    assert code == 143 and "2 s after SIGTERM" in errors and "Thread" in errors, "with the stacks"
+    file = tmp_path / "stacks-rank0.txt"
+    assert code == 143 and errors.count("\n") == 1 and errors.endswith(f" {file}\n")
+    assert "2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
     assert time.monotonic() - begun < 20
 
 
@@ -114,24 +119,6 @@ def test_a_step_is_not_waited_for_where_nothing_was_trained():
     child.send_signal(signal.SIGTERM)
     code, errors = end(child)
     assert code == 143 and "nothing new to save" in errors and errors.count("\n") == 1, errors
-
-
-def test_stacks_go_to_the_run_folder(tmp_path):
-    child = start(
-        f"from trainer.processes import stacks\n    stacks.write_to({str(tmp_path)!r})\n    {BLOCKED}", grace=2
-    )
-    child.send_signal(signal.SIGTERM)
-    code, errors = end(child)
-    file = tmp_path / "stacks-rank0.txt"
-    assert code == 143 and errors.count("\n") == 1 and errors.endswith(f" {file}\n")
-    assert "2 s after SIGTERM" in file.read_text() and "Thread" in file.read_text()
-
-
-@pytest.mark.slow
-def test_a_long_step_is_waited_for():
-    child = start(WAITING.format(linger=5))
-    child.send_signal(signal.SIGTERM)
-    assert end(child) == (40 + signal.SIGTERM, "")
 
 
 def test_children_that_end_are_no_reason_to_leave():

@@ -8,9 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import trainer
 from tests.command_line import PROJECT, environment
@@ -21,7 +19,6 @@ from tests.command_line import PROJECT, environment
 HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
 HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
 HARMLESS |= {"context", "reduction", "util"}
-ALONE = {"fork_server": ["pid = os.fork()"]}
 FORKS = {"os.fork", "os.forkpty", "pty.fork"}
 CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_context"}
 
@@ -69,9 +66,7 @@ def well_called(name, call):
 
 @pytest.mark.parametrize("path", sorted(Path(trainer.__file__).parent.rglob("*.py")), ids=lambda p: p.stem)
 def test_nothing_forks_or_depends_on_the_global_start_method(path):
-    lines = path.read_text().splitlines()
-    # A rank forks its server before it has threads.
-    assert [lines[number - 1].strip() for number in offences(path.read_text())] == ALONE.get(path.stem, [])
+    assert offences(path.read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -80,15 +75,12 @@ def test_nothing_forks_or_depends_on_the_global_start_method(path):
         "import os; os.fork()",
         "from os import fork",
         "import multiprocessing; multiprocessing.set_start_method('spawn')",
-        "import torch; torch.multiprocessing.set_start_method('spawn')",
         "import multiprocessing as mp; mp.Process()",
         "import torch.multiprocessing as mp; mp.Queue()",
         "from torch import multiprocessing as mp; mp.Pool()",
         "from multiprocessing import Process",
-        "from torch.multiprocessing import start_processes",
         "import multiprocessing; multiprocessing.get_context()",
         "import multiprocessing; multiprocessing.get_context('fork')",
-        "import multiprocessing; multiprocessing.get_context(method='fork')",
         "from multiprocessing import get_context; get_context(chosen)",
         "from concurrent.futures import ProcessPoolExecutor; ProcessPoolExecutor(4)",
         "from torch.utils.data import DataLoader; DataLoader(data, num_workers=4)",
@@ -117,18 +109,10 @@ def test_what_is_allowed(line):
 # --- processes that compute ---------------------------------------------------------------------------------------
 
 
-def finish(*command, timeout, start=subprocess.Popen, **options):
+def finish(*command, timeout):
     """Run a command to its end, and hold that none of its processes outlives it by more than a moment."""
-    pipe = subprocess.PIPE
-    started = start(
-        [sys.executable, *map(str, command)],
-        env=environment(),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+    pipe, words = subprocess.PIPE, [sys.executable, *map(str, command)]
+    started = subprocess.Popen(words, env=environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         out, err = started.communicate(timeout=timeout)
         deadline = time.monotonic() + 20
@@ -140,7 +124,6 @@ def finish(*command, timeout, start=subprocess.Popen, **options):
         started.wait()
     assert started.returncode == 0, out + err
     assert left == []
-    return out
 
 
 def members(session):
@@ -157,31 +140,23 @@ def members(session):
 
 
 DIRECT = """
-import multiprocessing, sys
+import sys
 from tests.benchmarks.fork_hang import compute, hung
 
-def context(method):
-    if method == "spawn":
-        return multiprocessing.get_context(method)
-    from trainer.processes import fork_server
-    return fork_server.context("trainer.data.photos.photo_reader")
-
 if __name__ == "__main__":
-    method, rounds = sys.argv[1], int(sys.argv[2])
-    for _ in range(rounds):
+    from trainer.processes import fork_server
+    for _ in range(int(sys.argv[1])):
         compute()
-        assert context(method).get_start_method() == method
-        assert hung(context(method), workers=4, limit=60) == 0
+        assert hung(fork_server.context("trainer.data.photos.photo_reader"), workers=4, limit=60) == 0
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.full)])
-def test_workers_that_compute_end(method, full, tmp_path):
-    """The loaders' own context, and the other that is allowed."""
+def test_workers_that_compute_end(full, tmp_path):
+    """In the loaders' own context, after this process has used OpenMP."""
     rounds = 20 if full else 1
     (tmp_path / "direct.py").write_text(DIRECT)
-    finish(tmp_path / "direct.py", method, rounds, timeout=60 + 60 * rounds)
+    finish(tmp_path / "direct.py", rounds, timeout=60 + 60 * rounds)
 
 
 STARTING = """
@@ -215,75 +190,3 @@ def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
     finally:
         for pid in members(main.pid):
             os.kill(pid, signal.SIGKILL)
-
-
-# --- a user's script ----------------------------------------------------------------------------------------------
-
-USERS_DATA = """
-import os
-from pathlib import Path
-from torchvision.datasets import ImageFolder
-from tests.benchmarks.fork_hang import compute
-from trainer import register_dataset
-
-readers = Path(__file__).parent / "readers"
-main = None  # the process that trains, set by it: a fork would inherit it
-
-class Photos(ImageFolder):
-    def __getitem__(self, index):
-        mine = readers / str(os.getpid())
-        if not mine.exists():
-            compute()
-            mine.write_text(str(main))
-        return super().__getitem__(index)
-
-@register_dataset("mine")
-def mine(data):
-    return Photos(f"{data.root}/train"), Photos(f"{data.root}/val"), ["a", "b"]
-"""
-USERS_SCRIPT = """
-import multiprocessing, os, sys
-import users_data
-from tests.benchmarks.fork_hang import compute
-from trainer import load_recipe, train
-
-if __name__ == "__main__":
-    if sys.argv[1] != "default":
-        multiprocessing.set_start_method(sys.argv[1])
-    users_data.main = os.getpid()
-    compute()
-    for _ in range(int(sys.argv[2])):
-        for name in ("imagefolder", "mine"):
-            result = train(load_recipe(None, f"data.name={name}", *sys.argv[3:]))
-            assert result["status"] == "completed" and result["epochs"] == 2, result
-            assert not multiprocessing.active_children()
-    print(os.getpid())
-"""
-
-
-@pytest.fixture
-def photos(tmp_path):
-    """A folder of photos too large to be kept in memory."""
-    for number in range(24):
-        folder = tmp_path / "photos" / ("train" if number < 16 else "val") / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (80, 90, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    return tmp_path / "photos"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("global_method", ["default", "fork"])
-def test_training_with_loader_workers_ends(global_method, photos, tmp_path):
-    """After OpenMP in this process and with OpenMP in the workers, whatever start method the user's script has set."""
-    (tmp_path / "users_data.py").write_text(USERS_DATA)
-    (tmp_path / "script.py").write_text(USERS_SCRIPT)
-    (tmp_path / "readers").mkdir()
-    rounds = 20
-    recipe = ["mode=single", "model.name=cnn", "data.workers=4", "data.image_size=72", "batch_size=4", "epochs=2"]
-    words = [*recipe, "threads=2", "timeout=60", "logging.progress=false", f"data.root={photos}"]
-    out = finish("script.py", global_method, rounds, *words, timeout=120 + 60 * rounds, cwd=tmp_path)
-    readers = {path.name: path.read_text() for path in (tmp_path / "readers").iterdir()}
-    readers.pop(out.split()[-1])  # which looks at one sample, to know what the data set gives
-    assert len(readers) >= 4 * rounds
-    assert set(readers.values()) == {"None"}, "a worker was forked from the process that trains"

@@ -1,12 +1,10 @@
 """What a user of launch.sh is told to type is what works there."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.command_line import PROJECT
 from trainer.processes import terminal
 
 TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists runs"
@@ -20,10 +18,7 @@ def test_commands_of_launch_sh(pip, install, monkeypatch):
     install = install.format(sys.executable)
     assert terminal.as_typed("python -m tensorboard.main --logdir x") == "./launch.sh tensorboard --logdir x"
     assert terminal.as_typed(TOLD) == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
-
-
-def test_elsewhere_they_stay(monkeypatch):
-    monkeypatch.delenv("TRAINER_COMMAND", raising=False)
+    monkeypatch.delenv("TRAINER_COMMAND")
     assert terminal.as_typed(TOLD) == TOLD
 
 
@@ -41,12 +36,3 @@ def test_what_pip_installed_is_started_by_its_name(on_path, monkeypatch, tmp_pat
     home = "" if on_path else f"'{folder}/"
     end = "" if on_path else "'"
     assert lines == [f"{home}trainer{end} runs", f"{home}python{end} -m tensorboard.main --logdir runs"]
-
-
-def test_the_script_that_pip_makes_says_how_to_type_it(tmp_path):
-    script = tmp_path / "trainer"
-    script.write_text(f"#!{sys.executable}\nfrom trainer.__main__ import main\nmain()\n")
-    script.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT), "HOME": str(tmp_path)}
-    done = subprocess.run(["trainer", "plan"], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.endswith("type trainer plan recipe=digits\n"), done.stderr

@@ -14,7 +14,6 @@ import pytest
 
 from tests import warm
 from tests.command_line import PROJECT, QUIET, environment, torchrun
-from trainer.launch.endings import Ending, first_cause
 from trainer.processes.watchdog_process import GIVEN_UP
 
 TERM = int(signal.SIGTERM)
@@ -125,13 +124,6 @@ def test_nothing_stays_beside_a_rank_that_has_ended(leaves, code):
     assert end(ranks(leaves)) == (code, "")
 
 
-def test_it_is_no_cause_of_a_runs_end():
-    timed_out, stuck = Ending(0, 7, "rank 0: lost another rank", 10.0), Ending(1, -GIVEN_UP, time=17.0)
-    assert first_cause([timed_out, stuck]) == timed_out
-    alone = first_cause([stuck])
-    assert alone.code == 143 and "rank 1 " in alone.line and "SIGVTALRM" in alone.line
-
-
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 OWN = f"""{HOLD}
@@ -157,17 +149,12 @@ def own(num_classes, channels, image_size):
 WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[cpu]", "batch_size=32", *QUIET]
 
 
-FULL = pytest.mark.full("each way, and each launcher, once in the fast tests")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "grace", "code", "launcher"),
     [
         pytest.param(True, 60, 7, "ours", id="a peer, ours"),
         pytest.param(False, 6, 143, "torchrun", id="SIGTERM, torchrun"),
-        pytest.param(True, 60, 7, "torchrun", id="a peer, torchrun", marks=FULL),
-        pytest.param(False, 6, 143, "ours", id="SIGTERM, ours", marks=FULL),
     ],
 )
 def test_a_run_with_a_stuck_rank_ends(killed, grace, code, launcher, tmp_path):

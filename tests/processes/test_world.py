@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.command_line import QUIET, trainer
-from trainer.errors import PeerError, SetupError
+from trainer.errors import SetupError
 from trainer.processes import resources, world
 from trainer.processes.peers import no_way
 from trainer.processes.rank import Place
@@ -31,19 +31,6 @@ from trainer.recipe import load
 def test_threads(words, local, environment, expected, monkeypatch):
     monkeypatch.setattr(resources, "cores", lambda: 8)
     assert resources.threads_per_process(load(None, *words), local, environment) == expected
-
-
-def test_no_driver_no_torch(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert resources.cuda_count() == 0
-
-
-def test_a_broken_collective_is_a_lost_peer():
-    with pytest.raises(PeerError, match="lost another rank"), world.lost_peers():
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(RuntimeError, match="shape") as other, world.lost_peers():
-        raise RuntimeError("shape mismatch")
-    assert not isinstance(other.value, PeerError)
 
 
 def test_alone_every_exchange_is_the_identity():
@@ -119,26 +106,15 @@ import time
 import torch.distributed as dist
 from trainer.processes import world
 world.FIRST_EXCHANGE = 8.0
-real = dist.{name}
-def sleeps(*given, **named):
-    time.sleep(1000)
-dist.{name} = sleeps
+dist.all_gather_object = lambda *given, **named: time.sleep(1000)
 """
 
 
 @pytest.mark.slow
 def test_a_way_between_ranks_that_leads_nowhere_is_told_and_ends(tmp_path):
-    with ThreadPoolExecutor() as both:
-        ways = [both.submit(require_end, name, tmp_path / name) for name in ("init_process_group", "all_gather_object")]
-        for way in ways:
-            way.result()
-
-
-def require_end(name, folder):
-    folder.mkdir()
-    (folder / "sleeps.py").write_text(SLEEPS.format(name=name))
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
     words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "nproc=2", "plugin=sleeps", *QUIET]
-    done = trainer(*words, f"output={folder / 'run'}", cwd=folder)
+    done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     said = done.stderr.splitlines()
     assert len(said) == 2 and "all ranks are there" in said[0]

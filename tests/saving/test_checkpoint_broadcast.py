@@ -68,18 +68,13 @@ def test_only_the_very_same_checkpoint_counts(home):
     assert found_here(home / "elsewhere", raw, files) is None
     copy = shutil.copytree(path, home / "theirs" / path.name)
     assert same(found_here(copy, raw, files), make(7)), "a whole copy on another machine"
+    state = make(7)
+    state.facts["run_id"] = "another"
+    (home / "other").mkdir()
+    assert found_here(commit(home / "other", state, keep=2), raw, files) is None, "a run of the same name elsewhere"
     for damaged in (path, copy):
         flip(damaged / "model.safetensors", -1)
         assert found_here(damaged, raw, files) is None, "damaged on this machine"
-
-
-def test_a_run_of_the_same_name_on_another_machine_is_not_it(home):
-    path = home / "checkpoints" / "step-00000007"
-    (home / "theirs").mkdir()
-    state = make(7)
-    state.facts["run_id"] = "another"
-    theirs = commit(home / "theirs", state, keep=2)
-    assert found_here(theirs, manifest_bytes(path), fingerprint(path)) is None
 
 
 def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.command_line import environment
-from trainer.errors import DiskFullError, SetupError
 from trainer.saving import files
 
 
@@ -43,12 +42,6 @@ def test_a_folder_in_the_way_keeps_what_it_holds(tmp_path):
     for each in (path, aside, path):  # a file, a folder, nothing
         files.remove(each)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_the_system_refuses_names_the_folder(tmp_path):
-    for number, kind in ((28, DiskFullError), (13, SetupError)):
-        with pytest.raises(kind, match=str(tmp_path)), files.writing(tmp_path, "type it again"):
-            raise OSError(number, os.strerror(number))
 
 
 def test_streams_that_were_closed_are_open():

@@ -3,8 +3,6 @@
 import errno
 import os
 import random
-import time
-from itertools import count
 
 import pytest
 
@@ -80,18 +78,6 @@ def test_a_line_is_replaced_in_place(tmp_path):
     (before, line), notes = read_journal(tmp_path / JOURNAL)
     assert (line.seconds, line.resumed, line.step, line.end) == ({"steps": 123456.789}, 5, 6, "lost rank")
     assert before.end is None and not notes and (tmp_path / JOURNAL).read_bytes().count(b"\n") == 2
-
-
-def test_it_is_written_about_once_a_second(tmp_path, monkeypatch):
-    writes, clock = [], count(time.monotonic() + 1, 0.1)
-    write = os.pwrite
-    line = open_journal(tmp_path)
-    monkeypatch.setattr(journal.os, "pwrite", lambda *given: writes.append(given) or write(*given))
-    monkeypatch.setattr(journal.time, "monotonic", lambda: next(clock))
-    for step in range(40):
-        line.mark(step)
-    assert 2 <= len(writes) <= 5
-    line.close()
 
 
 @pytest.mark.parametrize("torn", [b'{"host":"here","bo', b"\0" * 300, b"\n\n{}"])

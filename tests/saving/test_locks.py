@@ -45,26 +45,6 @@ def test_the_next_comes_when_the_first_has_done(tmp_path):
     assert seen == ["first", "next"]
 
 
-def test_who_waited_for_one_that_failed_fails_with_its_words(tmp_path):
-    found = []
-
-    def next_one():
-        try:
-            with locks.in_turn(tmp_path, ".lock"):
-                found.append("tried")
-        except OSError as error:
-            found.append(str(error))
-
-    with pytest.raises(ValueError, match="no such thing"), locks.in_turn(tmp_path, ".lock"):
-        waits = threading.Thread(target=next_one)
-        waits.start()
-        waits.join(0.2)
-        raise ValueError("no such thing")
-    waits.join(60)
-    next_one()  # who comes later tries for himself
-    assert found == ["no such thing", "tried"]
-
-
 def test_a_disk_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")

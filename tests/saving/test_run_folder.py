@@ -14,12 +14,10 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 import pytest
-from PIL import Image
 
-from tests.command_line import QUIET, environment, ok, result, steps, trainer
-from tests.warm import Popen, run
-from trainer.commands.evaluate import evaluate_run
-from trainer.errors import FolderInUseError, RecipeError
+from tests.command_line import QUIET, environment, ok, steps, trainer
+from tests.warm import Popen
+from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving import locks
 from trainer.saving.files import write_atomically
@@ -42,13 +40,6 @@ def test_a_fresh_folder_is_named_and_unique(tmp_path, monkeypatch):
     second.close()
 
 
-def test_two_runs_in_one_folder(tmp_path):
-    first = RunFolder(recipe(tmp_path / "run"))
-    with pytest.raises(FolderInUseError, match="in use"):
-        RunFolder(recipe(tmp_path / "run"))
-    first.close()
-
-
 def test_a_used_folder_is_continued_only_on_request(tmp_path):
     first = RunFolder(recipe(tmp_path / "run"))
     first.write_recipe(recipe(tmp_path / "run"))
@@ -63,48 +54,20 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     again.close()
 
 
-def last_command(line: str) -> list[str]:
-    """The words of the command that a message tells to type last."""
-    return shlex.split(line.split("python -m trainer ")[-1].partition(";")[0])
-
-
-@pytest.mark.parametrize("more", [(), ("model.weights=DEFAULT",)])
-def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path, more):
+def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path):
     words = ("recipe=digits_single", "model.name=mlp", "data.mean=[0.3]", "data.std=[0.4]", *QUIET)
     ok(*words, "epochs=2", "output=runs/my first", cwd=tmp_path)
     asked = trainer(*words, "epochs=3", "output=runs/my first", "resume=auto", cwd=tmp_path)
     assert asked.returncode == 2 and re.search(r"epochs: 2 .*\b3 .*recipe=runs/my first .*output=", asked.stderr)
-    typed = last_command(asked.stderr)
+    typed = shlex.split(asked.stderr.split("python -m trainer ")[-1].partition(";")[0])
     assert typed == [
         "recipe=runs/my first", "model.init_from=runs/my first", "epochs=1", "output=runs/my first-longer"
     ]  # fmt: skip
-    ok(*typed, *more, cwd=tmp_path)
+    ok(*typed, cwd=tmp_path)
     before, after = (load(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
-    assert (after.epochs, after.model.init_from, after.model.weights) == (1, "runs/my first", None)
-    assert after.data == before.data
+    assert (after.epochs, after.model.init_from, after.data) == (1, "runs/my first", before.data)
     first, second = (steps(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
     assert abs(float(second[0]["train_loss"]) - float(first[-1]["train_loss"])) < 0.2
-    again = trainer(*typed[:2], "epochs=2", typed[3], "resume=auto", cwd=tmp_path)
-    ok(*last_command(again.stderr), cwd=tmp_path)
-
-
-def test_longer_where_the_run_is_not_complete_and_the_next_name_is_taken(tmp_path):
-    first = RunFolder(recipe(tmp_path / "run", "epochs=2"))
-    first.write_recipe(recipe(tmp_path / "run", "epochs=2"))
-    first.close()
-    (tmp_path / "run" / "last.safetensors").touch()
-    (tmp_path / "run-longer").mkdir()
-    where = tmp_path / "run"
-    end = (
-        rf"end it with python -m trainer recipe={where} output={where} resume=auto; .*epochs=4 output={where}-longer2;"
-    )
-    for words, why in (
-        (["epochs=6"], end),
-        (["epochs=1"], r"^(?!.*to train longer)"),
-        (["epochs=2", "max_steps=5"], r"max_steps: .*\b5 now"),
-    ):
-        with pytest.raises(RecipeError, match=why):
-            RunFolder(recipe(where, *words, "resume=auto"))
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
@@ -158,32 +121,6 @@ def test_what_a_run_saved_is_never_removed(tmp_path, kept):
     assert (tmp_path / "run" / "recipe.yaml").exists()
 
 
-def test_small_gray_images_with_rubbish_among_them_and_a_mended_command(tmp_path):
-    for path in [f"{split}/{label}/{n}.png" for split in ("train", "val") for label in "ab" for n in range(4)]:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (28, 28), 100 * ("b/" in path)).save(tmp_path / path)
-    (tmp_path / "train" / "a" / "._1.png").write_bytes(b"junk")
-    (tmp_path / "train" / "__MACOSX").mkdir()
-    words = ["mode=single", "data.name=imagefolder", f"data.root={tmp_path}", "batch_size=4", "epochs=2", *QUIET]
-    words += [f"output={tmp_path}/run", "logging.verdict=false", "threads=1"]
-    failed = trainer(*words, "optimizer.lr=1e30")
-    assert failed.returncode == 5 and (tmp_path / "run" / "steps.csv").exists()
-    said = ok(*words, "optimizer.lr=0.01").stdout
-    assert "saved nothing; starting over" in said and "2 classes" in said and "1 x 28 x 28" in said
-    facts = result(tmp_path / "run")["facts"]
-    assert re.search(r"1 x 28 x 28 .*\b8 .*gray", facts["images"])
-    assert facts["ignored"] == "2 hidden files" and re.search("  ignored +2 ", said)
-    assert [row["step"] for row in steps(tmp_path / "run")] == ["1", "2", "3", "4"]
-    kept = load(str(tmp_path / "run"))
-    assert (kept.optimizer.lr, kept.data.image_size, kept.data.channels) == (0.01, 28, 1)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    assert "1 x 28 x 28" in ok(*words, "optimizer.lr=0.01", "resume=auto").stdout
-    for path in tmp_path.glob("*/*/*.png"):  # later images do not change an evaluation
-        if not path.name.startswith("."):
-            Image.open(path).convert("RGB").resize((40, 30)).save(path)
-    assert evaluate_run(str(tmp_path / "run"))["val_samples"] == 8
-
-
 def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     def row(step):
         return dict(zip(STEP_COLUMNS, (step, 0, 1, 0.5, 0.1, 9, 0), strict=True))
@@ -201,7 +138,7 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
         assert [int(r["step"]) for r in csv.DictReader(file)] == [1, 2, 3]
 
 
-ROW = "{},0,1.0,0.5,0.1,9.0\n"
+ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
 SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
     "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),
@@ -326,13 +263,15 @@ def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
             assert before == changes_in(folder)
 
 
-@pytest.mark.parametrize("how", ["moved", "removed", "moved and made anew"])
+@pytest.mark.parametrize("how", ["removed", "moved and made anew"])
 def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
     folder = tmp_path / "run"
     with at_work(folder) as run:
         run.send_signal(signal.SIGSTOP)
-        shutil.rmtree(folder) if how == "removed" else folder.rename(tmp_path / "elsewhere")
-        if how == "moved and made anew":
+        if how == "removed":
+            shutil.rmtree(folder)
+        else:
+            folder.rename(tmp_path / "elsewhere")
             folder.mkdir()
         run.send_signal(signal.SIGCONT)
         _, errors = run.communicate(timeout=60)
@@ -341,20 +280,10 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
     assert [*folder.rglob("*")] == []
 
 
-def test_a_group_shares_a_folder_as_the_umask_says(tmp_path):
-    words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=2", *QUIET, f"output={tmp_path / 'run'}"]
-    program = "import os, runpy; os.umask(0o002); runpy.run_module('trainer', run_name='__main__')"
-    run([sys.executable, "-c", program, *words], env=environment(), check=True, timeout=120)
-    made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
-    assert [path for path in made if not path.stat().st_mode & 0o020] == []
-
-
 def test_a_requeued_job_continues_its_own_folder(tmp_path):
     """On another node, without resume=auto, below runs/ and in a folder that is named; another step begins anew."""
-    words = ["recipe=digits", "model.name=mlp", "mode=single", "max_steps=20", "save.every_steps=5"]
-    words += [*QUIET]
+    words = ["recipe=d[1].yaml", "model.name=mlp", "mode=single", "max_steps=20", "save.every_steps=5", *QUIET]
     (tmp_path / "d[1].yaml").write_text("extends: digits\n")
-    words[0] = "recipe=d[1].yaml"
     job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     for output in ([], [f"output={tmp_path / 'named'}"]):
         assert trainer(*words, *output, cwd=tmp_path, env={**job, "TRAINER_FAULT": "kill@0:12"}).returncode
@@ -369,5 +298,5 @@ def test_a_requeued_job_continues_its_own_folder(tmp_path):
 
 def test_a_name_that_is_too_long_is_one_line(tmp_path):
     for more in ([], ["resume=auto"]):
-        done = trainer("recipe=digits", "mode=single", f"output={tmp_path / ('x' * 300)}", *more)
-        assert done.returncode in (2, 3) and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+        with pytest.raises(SetupError, match="output="):
+            RunFolder(recipe(tmp_path / ("x" * 300), *more))

@@ -173,10 +173,9 @@ def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
     stopped = family.resume_stopped() if code == PeerError.code else []
     if not stopped:
         return line
-    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", str(error.__cause__))
+    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", f"{line} {error.__cause__}")
     silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
-    names = ", ".join(map(str, stopped))
-    return f"rank {names}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+    return f"rank {', '.join(map(str, stopped))}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
 
 
 def say(line: str, code: int) -> None:
@@ -186,16 +185,13 @@ def say(line: str, code: int) -> None:
         print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
 
 
-def let_cause_be_seen(code: int) -> None:
-    """Wait a moment, in a rank that lost another, for our launcher names the one whose end it sees first."""
-    if code == PeerError.code:
-        time.sleep(NOTICED)
+def let_others_print(code: int) -> None:
+    """Wait a moment, in a rank that prints nothing, for its launcher ends all ranks once one has failed.
 
-
-def let_rank_0_print(code: int) -> None:
-    """Wait a moment under the user's torchrun, which stops all ranks once one has failed.
-
-    Every rank finds a mistake in what was typed, or a missing folder, by itself, and only rank 0 prints it.
+    Ours names the one whose end it sees first, which is not to be one that lost another. Under the user's torchrun
+    every rank finds a mistake in what was typed, or a missing folder, by itself, and only rank 0 prints it.
     """
-    if code in (RecipeError.code, SetupError.code):
+    if family.launcher_prints():
+        time.sleep(NOTICED * (code == PeerError.code))
+    elif code in (RecipeError.code, SetupError.code):
         time.sleep(SLOWER)

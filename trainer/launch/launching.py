@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
@@ -147,11 +146,17 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     for name in ("torch.distributed", "torch.multiprocessing"):  # whose 30 lines a failure would bury our one
         quiet = logging.getLogger(name)
         quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
-    sys.unraisablehook = without_timers(sys.unraisablehook)
+    show = sys.unraisablehook  # the thread of torch's rendezvous may hold its last reference, and try to join itself
+    sys.unraisablehook = lambda error: None if "cannot join current thread" in str(error.exc_value) else show(error)
     interrupts.raise_at_ctrl_c()
     passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
     handlers = {number: signal.getsignal(number) for number in passed_on}
-    arguments += _signals(run, recipe)
+    for number in interrupts.IF_UNUSED:  # as SIGTERM, which loader workers get too; under nohup SIGHUP is ignored
+        if early.unused(number):
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:  # the ranks read it too
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
+    arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
     try:
         restarts = 0
         while True:
@@ -185,19 +190,6 @@ def _attempt(
             return _ending(lambda: launcher({**os.environ}, restarts, *words), Path(logs), launch)
 
 
-def without_timers(show: Callable[[Any], object]) -> Callable[[Any], None]:
-    """A `sys.unraisablehook` that shows all errors but one of torch's.
-
-    The thread of its rendezvous's timer may hold the last reference to that, and then tries to join itself.
-    """
-
-    def hook(error: Any) -> None:
-        if str(error.exc_value) != "cannot join current thread":
-            show(error)
-
-    return hook
-
-
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
     """What this node waits for; empty once its ranks are started, for then all nodes have met."""
     if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
@@ -209,34 +201,6 @@ def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
         f"{launch.master_addr}:{launch.master_port}, {timeout:g} s at most: start them with NODE_RANK={which} and the "
         "same MASTER_ADDR and MASTER_PORT"
     )
-
-
-def _signals(run: Any, recipe: Recipe) -> list[str]:
-    """Options of torchrun, where it has them: which signals it passes on, and how long before it kills.
-
-    Signals that ask to save and end reach the ranks as SIGTERM, which their loader workers get too. Under nohup SIGHUP
-    is ignored.
-    """
-    known = set(run.get_args_parser()._option_string_actions)
-    options = []
-    if "--signals-to-handle" in known:
-        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
-        for number in interrupts.IF_UNUSED:
-            if early.unused(number):
-                signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if "--shutdown-timeout" in known:  # the ranks read it too
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
-    return options
-
-
-def _end_unknown_ranks() -> None:
-    """Ranks that were forked as a signal came, of which torch does not know yet, have nothing to save."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(interrupts.PROMPT)
-        child.kill()
 
 
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:
@@ -257,7 +221,12 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         }
         return endings.first_cause((seen | endings.reports(logs)).values())
     except SignalException as stopped:
-        _end_unknown_ranks()
+        children = multiprocessing.active_children()  # forked as it came, torch does not know of them yet
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join(interrupts.PROMPT)
+            child.kill()
         # The agent has passed the signal on and waited. A rank that could not save ends with another code.
         code = interrupts.exit_code(stopped.sigval)
         ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())

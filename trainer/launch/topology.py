@@ -19,12 +19,11 @@ TORCHRUNS["NPROC"] = "PET_NPROC_PER_NODE"
 # Of a process that a launcher of MPI's kind started: its rank on this node, the ranks here, its rank, all ranks.
 MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # Open MPI
-    tuple(f"MV2_COMM_WORLD_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # MVAPICH
-    tuple(f"JSM_NAMESPACE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")),  # jsrun
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
-    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),  # Cray
-    ("FLUX_TASK_LOCAL_ID", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),  # it gives the number of nodes instead
 )
+# Rank and number of tasks, of launchers that are not read: MVAPICH, jsrun, Flux.
+OTHERS = tuple((f"{name}_RANK", f"{name}_SIZE") for name in ("MV2_COMM_WORLD", "JSM_NAMESPACE"))
+OTHERS += (("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),)
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ def choose_launch(
     tasks = tasks_started(environment)
     if tasks > 1 and recipe.processes == "one":
         raise RecipeError(_one_of(tasks, f"mode={recipe.mode} runs in 1 process") + ", or type mode=ddp")
+    if tasks > 1 and "NNODES" not in started and "NODE_RANK" not in variables:
+        raise RecipeError(
+            f"{tasks} tasks were started, and which of them is on which node is not known here: start one on each "
+            "node, with NNODES, NODE_RANK and MASTER_ADDR, or use srun, Open MPI's or MPICH's mpirun, or torchrun"
+        )
     nnodes = _whole(variables, "NNODES", 1, 1, 65536)
     ranks = _ranks(variables, nproc, recipe, cuda, cores)
     if tasks > 1 and ranks * nnodes == 1:
@@ -130,7 +134,8 @@ def tasks_started(environment: Mapping[str, str]) -> int:
     """How many tasks mpirun or srun started on all nodes, this one included; 1 where neither did."""
     if "RANK" in environment and "WORLD_SIZE" in environment:  # a rank, and no launcher
         return 1
-    sizes = [environment.get(size, "") for _, _, rank, size in MPI if rank in environment]
+    named = [*OTHERS, *((rank, size) for _, _, rank, size in MPI)]
+    sizes = [environment.get(size, "") for rank, size in named if rank in environment]
     if "SLURM_STEP_ID" in environment:
         each = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
         sizes.append(str(sum(int(tasks) * int(nodes or 1) for tasks, nodes in each)))
@@ -158,8 +163,6 @@ def _mpi(environment: Mapping[str, str]) -> dict[str, str]:
     """The launcher's variables as mpirun and its like set them, where they started several processes."""
     for names in MPI:
         local, here, rank, size = (environment.get(name, "") for name in names)
-        if not here and size.isdigit() and environment.get("FLUX_JOB_NNODES", "").isdigit():
-            here = str(-(-int(size) // int(environment["FLUX_JOB_NNODES"])))
         if not all(text.isdigit() for text in (local, here, rank, size)) or int(size) < 2:
             continue
         first, alike = divmod(int(rank) - int(local), int(here))  # ranks go node by node, unless asked otherwise
@@ -180,28 +183,18 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if tasks and int(tasks[0]) > 1:
         variables["NPROC"] = tasks[0]
-    listed = hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
-    if listed:
-        variables["MASTER_ADDR"] = listed[0]
+    if name := first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")):
+        variables["MASTER_ADDR"] = name
     job = environment.get("SLURM_JOB_ID", "")
     if job.isdigit():
         variables["MASTER_PORT"] = str(10000 + int(job) % 20000)  # below the ports that systems hand out themselves
     return variables
 
 
-def hosts(text: str) -> list[str]:
-    """SLURM's compressed list of hosts, written out: "n[08-10,2],gpu1" is n08, n09, n10, n2, gpu1."""
-    names: list[str] = []
-    for entry in re.findall(r"(?:\[[^]]*\]|[^,\[])+", text):
-        prefix, bracket, rest = entry.strip().partition("[")
-        if not bracket:
-            names.append(prefix)
-            continue
-        inside, _, suffix = rest.partition("]")
-        for part in inside.split(","):
-            first, _, last = part.partition("-")
-            if not (first.isdigit() and (last or first).isdigit()):
-                raise RecipeError(f"SLURM's list of nodes '{text[:80]}' is not understood: set MASTER_ADDR yourself")
-            numbers = range(int(first), int(last or first) + 1)
-            names += [f"{prefix}{number:0{len(first)}}{tail}" for number in numbers for tail in hosts(suffix) or [""]]
-    return [name for name in names if name]
+def first_host(text: str) -> str:
+    """The first of SLURM's compressed list of hosts: n08 of "n[08-10,2],gpu1"."""
+    first = re.match(r"(\[[^]]*\]|[^,\[])*", text)
+    name = re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0] if first else "")
+    if "[" in name:
+        raise RecipeError(f"SLURM's list of nodes '{text[:80]}' is not understood: set MASTER_ADDR yourself")
+    return name

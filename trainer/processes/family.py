@@ -24,9 +24,8 @@ from trainer.processes.rank import place
 # Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
 PARENT = "TRAINER_PARENT"
 PARENT_DIED = 7  # the exit code of a child that finds no parent
-RANK_NAME = (
-    "rank "  # and its number: what the kernel calls a rank that was forked, whose first environment is another's
-)
+# And its number: what the kernel calls a rank that was forked, whose first environment is another's.
+RANK_NAME = "rank "
 STACKS = signal.SIGURG  # a rank that gets it writes its stacks to stderr, and goes on; no other process minds it
 
 

@@ -149,10 +149,8 @@ class Interrupts:
         """What to say, once, when a step takes longer than it may after a signal, or a save before SIGKILL: the save
         that is under way is waited for."""
         sigkill = seconds_to_sigkill()
-        given = min(self.grace + SAVING, sigkill)
-        needed = step_seconds + 2 * save_seconds
-        slow_step = step_seconds > self.grace
-        if self._warned or not (slow_step or needed > given):
+        given, needed = min(self.grace + SAVING, sigkill), step_seconds + 2 * save_seconds
+        if self._warned or (step_seconds <= self.grace and needed <= given):
             return ""
         self._warned = True
         wish = math.ceil(max(2 * step_seconds, needed - SAVING))
@@ -160,11 +158,11 @@ class Interrupts:
         if sigkill < wish + SAVING and not (family.launcher_prints() and sigkill >= self._typed + SAVING):
             advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + SAVING:.0f} for torchrun, which kills after "
             advice += f"{sigkill:g} s"
-        if slow_step:
-            limit = f"{self.grace:g} s after a signal the run ends without saving"
-            return f"  a step takes {step_seconds:.0f} s, and {limit}: {advice}"
-        saves = f"a step and two saves of {save_seconds:.0f} s, of which one may be under way, take {needed:.0f} s"
-        return f"  {saves}, and {given:g} s after a signal the run may be killed: {advice}"
+        return (
+            f"  a step takes {step_seconds:.0f} s, of {self.grace:g} s after a signal, and with two saves of "
+            f"{save_seconds:.0f} s, one of which may be under way, {needed:.0f} s, of {given:g} s; else the run ends "
+            f"without saving: {advice}"
+        )
 
     @contextmanager
     def saving(self) -> Iterator[None]:

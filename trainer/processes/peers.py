@@ -49,26 +49,22 @@ class lost_peers:
         if setting is not None:
             raise SetupError(setting) from error
         if waited or is_broken_collective(error):
-            cause = timed_out(waited) if waited else error
-            line = lost(cause)
-            silent = "time" in str(cause).lower() and dist.is_initialized()  # a peer that never came left no trace here
-            raise PeerError(line + (stacks.dump(line) if silent else "")) from cause
+            line = lost(waited or error)
+            # A peer that never came left no trace here.
+            silent = (waited or "time" in str(error).lower()) and dist.is_initialized()
+            raise PeerError(line + (stacks.dump(line) if silent else "")) from error
 
 
-def timed_out(seconds: float) -> TimeoutError:
-    """As gloo would say it."""
-    return TimeoutError(f"timed out after {1000 * seconds:.0f} ms")
-
-
-def lost(cause: BaseException) -> str:
-    """The line of a rank that cannot go on without another."""
+def lost(cause: BaseException | float) -> str:
+    """The line of a rank that cannot go on without another, for an error, or after so many seconds of silence."""
     rank = os.environ.get("RANK", "0")
-    return f"rank {rank}: lost another rank (it died, or was silent for `timeout`): {summary_line(cause)}"
+    told = summary_line(cause) if isinstance(cause, BaseException) else f"timed out after {1000 * cause:.0f} ms"
+    return f"rank {rank}: lost another rank (it died, or was silent for `timeout`): {told}"
 
 
 def leave_silent_peers(seconds: float) -> None:
     """End this process, where a collective neither ends nor raises after so many seconds of silence."""
-    line = lost(timed_out(seconds))
+    line = lost(seconds)
     print(f"trainer: {plain(line + stacks.dump(line))}", file=sys.stderr)
     interrupts.exit_now(PeerError.code)
 
@@ -124,8 +120,7 @@ def _interfaces() -> str:
 
 
 def _interface(variable: str) -> str:
-    here = _interfaces()
-    chosen = os.environ.get(variable)
+    here, chosen = _interfaces(), os.environ.get(variable)
     if chosen is None:
         return f"no network interface can be used ({here}): set {variable} to the one that leads to the other nodes"
     return f"{variable}={chosen[:40]} names no usable interface; this machine has {here}: set it to one, or unset it"

@@ -23,16 +23,6 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
 
 
-def begin_server() -> None:
-    """In a new fork server: die with the process that it serves, if that says so."""
-    global _server
-    _server = os.getpid()
-    os.environ.pop(fork_server.SAFE, None)  # of what the children start
-    parent = int(os.environ.pop(fork_server.SERVED, "0"))  # an import may have been first
-    if parent:
-        family.die_with_parent(parent)
-
-
 def _begin_child() -> None:
     """In what any process forks that has imported this: a server's child dies with it, others as they like."""
     global _server
@@ -45,5 +35,8 @@ sys.excepthook = show
 # Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
 atexit.register(lambda: exit_now(0) if _server else None)
 os.register_at_fork(after_in_child=_begin_child)
-if fork_server.SERVED in os.environ:
-    begin_server()
+if fork_server.SERVED in os.environ:  # in a new fork server, which dies with the process that it serves
+    _server = os.getpid()
+    os.environ.pop(fork_server.SAFE, None)  # of what the children start
+    if parent := int(os.environ.pop(fork_server.SERVED)):
+        family.die_with_parent(parent)

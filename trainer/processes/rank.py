@@ -112,15 +112,11 @@ def job_id() -> str:
     return f"{os.uname().nodename}-{starter}-{started}"
 
 
-def batch_job() -> str:
-    """SLURM's name of this job and step, which a requeued job keeps on whatever node; empty outside of one."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "batch")
-    return f"slurm-{job}.{step}" if job else ""
-
-
 def signature() -> str:
-    """What a job leaves in the folder that it holds: its `job_id`, and in a second line its `batch_job`."""
-    return f"{job_id()}\n{batch_job()}".strip()
+    """What a job leaves in the folder that it holds: its `job_id`, and in a second line SLURM's name of this job and
+    step, which a requeued job keeps on whatever node."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "batch")
+    return f"{job_id()}\nslurm-{job}.{step}" if job else job_id()
 
 
 def is_restart() -> bool:
@@ -130,5 +126,5 @@ def is_restart() -> bool:
 
 def is_this_job(owner: str) -> bool:
     """Whether a `signature` is of this job before it was restarted."""
-    job, _, batch = owner.partition("\n")
-    return (place().restarts > 0 and job == job_id()) or (is_restart() and bool(batch) and batch == batch_job())
+    (job, _, batch), (our_job, _, our_batch) = owner.partition("\n"), signature().partition("\n")
+    return (place().restarts > 0 and job == our_job) or (is_restart() and bool(batch) and batch == our_batch)

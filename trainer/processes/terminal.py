@@ -36,7 +36,9 @@ def as_typed(text: str) -> str:
         return text
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
     text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
-    return text.replace("pip install", _install())
+    python = shlex.quote(sys.executable)  # in an environment that uv made there is no pip
+    install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+    return text.replace("pip install", install)
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -65,12 +67,6 @@ def name_installed_command(started: str) -> None:
     python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
     os.environ.setdefault("TRAINER_COMMAND", command)
     os.environ.setdefault("TRAINER_TENSORBOARD", f"{python} -m tensorboard.main")
-
-
-def _install() -> str:
-    """What installs into this Python's environment; one that uv made has no pip."""
-    python = shlex.quote(sys.executable)
-    return f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
 
 
 def rewrites(stream: TextIO | None) -> bool:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
-NO_GROUPS: Mapping[str, int] = {}
-
 PATIENCE = 86400.0  # seconds that a rank waits for machines which still look for their photos, fetch or cache them
 FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
 NCCL_LATER = datetime.timedelta(seconds=120)
@@ -118,7 +116,7 @@ class World:
             check_sums(self.device, self.rank, self.size)
         return tuple(names)
 
-    def arrange(self, sizes: Mapping[str, int], groups: Mapping[str, int] = NO_GROUPS) -> None:
+    def arrange(self, sizes: Mapping[str, int], groups: Mapping[str, int] | None = None) -> None:
         """Set the ranks on a grid and make the groups along its dimensions. Collective, over all.
 
         Neighbouring ranks differ in the last dimension. One of all ranks uses the world's own group, and one of a
@@ -128,7 +126,7 @@ class World:
         self.grid, self._groups = Grid(self.rank, dict(sizes)), {}
         with lost_peers() as dist:
             for dimension, size in sizes.items():
-                count = groups.get(dimension, int(1 < size < self.size))
+                count = (groups or {}).get(dimension, int(1 < size < self.size))
                 for _ in range(count if size > 1 else 0):
                     for ranks in self.grid.lines(dimension):
                         group = dist.new_group(ranks, silence.watch(self.timeout))

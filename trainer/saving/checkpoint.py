@@ -34,7 +34,7 @@ from trainer.saving.tensor_files import (
     mapped_pieces,
     serialised,
     serialised_pieces,
-    sync_folder,
+    sync,
     whole,
     write_synced,
 )
@@ -145,7 +145,7 @@ def begin(folder: Path, step: int) -> Path:
     home = folder / "checkpoints"
     if not home.is_dir():
         home.mkdir()  # not its parent: a run folder that was removed stays so
-        sync_folder(folder)
+        sync(folder)
     for entry in home.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
             remove(entry)
@@ -194,7 +194,7 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
     listed = {name: files[name].model_dump() for name in sorted(files)}
     content = {"format": 1 + cut, **state.position._asdict(), "files": listed, "facts": state.facts}
     write_synced(draft / MANIFEST, [_sealed(content)], "save")
-    sync_folder(draft)
+    sync(draft)
     with _read_back():
         understood(draft, manifest_bytes(draft))
     fault_point("rename")
@@ -207,7 +207,7 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
         remove(bad)
     else:
         draft.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     _verified[final.absolute()] = fingerprint(final)
     return final
 
@@ -226,7 +226,7 @@ def prune(fresh: Path, keep: int) -> None:
     drafts = [path.rename(_aside(path)) for path in doomed]
     for path in doomed:
         _verified.pop(path.absolute(), None)
-    sync_folder(fresh.parent)
+    sync(fresh.parent)
     fault_point("prune")
     for draft in drafts:
         remove(draft)
@@ -302,9 +302,6 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) is not None
 
 
-# Writing
-
-
 def _final(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
 
@@ -317,9 +314,6 @@ def _sealed(content: dict[str, Any]) -> memoryview:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-
-
-# Reading
 
 
 def fingerprint(path: Path) -> Fingerprint:

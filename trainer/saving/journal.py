@@ -100,6 +100,9 @@ class Journal(NullJournal):
         before = _before(sum(seconds().values()), alone=not self._earlier) if ours else {}
         self._before, self._seconds = before, seconds
         self._began = _since_boot() - sum((before | seconds()).values())
+        self._boot = ""
+        with suppress(OSError):
+            self._boot = rank.boot_id()
         self._width, self._marked = 0, -math.inf
         self._step = 0
         self._resumed: int | None = None
@@ -124,7 +127,7 @@ class Journal(NullJournal):
         seconds = {part: round(spent, 4) for part, spent in (self._before | self._seconds()).items()}
         return Attempt(
             host=socket.gethostname(),
-            boot=_boot(),
+            boot=self._boot,
             began=round(self._began, 4),
             now=round(_since_boot(), 4),
             time=round(time.time(), 3),
@@ -220,38 +223,24 @@ def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: boo
         lacks.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
     parts = {part: spent for part, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent > 0}
     wall = sum(parts.values())
-    ended = attempts if over or attempts[-1].end else attempts[:-1]
-    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, [*map(_end_of, ended)], lacks)
-
-
-def _end_of(attempt: Attempt) -> dict[str, Any]:
-    when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
-    return {"time": when, "step": attempt.step, "cause": attempt.end or KILLED}
+    ends = []
+    for attempt in attempts if over or attempts[-1].end else attempts[:-1]:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
+        ends.append({"time": when, "step": attempt.step, "cause": attempt.end or KILLED})
+    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, ends, lacks)
 
 
 def _before(working: float, alone: bool) -> dict[str, float]:
     """Seconds before this process began its work, `working` seconds ago, and of a run's first attempt also those of the
     torchrun that started it."""
-    began = _start_of(os.getpid())
-    if began is None:
-        return {}
-    parts = {f"{START}imports": _since_boot() - began - working}
-    started = _start_of(rank.launcher()) if alone and "TORCHELASTIC_RUN_ID" in os.environ else None
-    return {**({f"{START}launcher": began - started} if started is not None else {}), **parts}
-
-
-def _start_of(pid: int) -> float | None:
-    """When a process began, in seconds since boot; None where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
-        return rank.start_of(pid) / os.sysconf("SC_CLK_TCK")
-    return None
+    parts, tick = {}, os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, ValueError, IndexError):  # the system does not tell
+        began = rank.start_of(os.getpid()) / tick
+        parts[f"{START}imports"] = _since_boot() - began - working
+        if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+            parts[f"{START}launcher"] = began - rank.start_of(rank.launcher()) / tick
+    return parts
 
 
 def _since_boot() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return rank.boot_id()
-    return ""

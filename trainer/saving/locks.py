@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
-from trainer.errors import FolderInUseError, text_of
+from trainer.errors import FolderInUseError
 from trainer.saving.files import writing
 
 LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) has its lock for microseconds
@@ -81,30 +81,12 @@ def is_held(folder: Path, name: str = ".lock") -> bool:
 
 @contextmanager
 def in_turn(folder: Path, name: str) -> Iterator[None]:
-    """Make a folder and hold it within this block, as soon as no other process does.
-
-    Who waited for one whose block failed fails with its words, and does not try again what it could not have.
-
-    Raises:
-        OSError: it cannot be written, or who was waited for failed.
-    """
+    """Make a folder and hold it within this block, as soon as no other process does. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, "ab+", buffering=0) as lock:
-        since = time.time()
+    with open(folder / name, "ab") as lock:
         with suppress(OSError):  # a disk without locks: everybody for himself
             fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.seek(0)
-        when, _, words = lock.read().decode(errors="replace").partition(" ")
-        with suppress(ValueError):  # something else stands there
-            if words and float(when) >= since:
-                raise OSError(words)
-        try:
-            yield
-        except Exception as error:
-            with suppress(OSError):
-                lock.truncate(0)
-                lock.write(f"{time.time()} {text_of(error)}".encode(errors="replace"))
-            raise
+        yield
 
 
 @contextmanager

@@ -19,16 +19,13 @@ from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import is_restart, is_this_job, signature
 from trainer.recipe import Recipe, recipe_files
-from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.removed import computed_otherwise
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, why, write_atomically, writing
 from trainer.saving.journal import JOURNAL
 
-PHOTOS = {"data.image_size": 224, "data.channels": 3}
 # Keys of data that a run settles before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
-OLD_RANGES = ([0, 1], [0, 255], [0, 65535])  # of pixels, before a recipe could say another
 LOCK = ".lock"  # its file names the job that holds the folder, or held it last
 
 
@@ -177,29 +174,12 @@ class RunFolder(NullFolder):
         }
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
-        if "local_sgd.outer_momentum" not in recipes.origins(str(file)):  # of before there was one: plain averages
-            before = before.replace(local_sgd__outer_momentum=0.0)
-            if recipe.local_sgd.outer_momentum is None:
-                self.resolved_keys["local_sgd__outer_momentum"] = 0.0
         changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))
-        if before.data.name in OWN_PHOTOS:  # what null was before a run's recipe said it
-            changes = {key: pair for key, pair in changes.items() if pair != (None, PHOTOS.get(key))}
-        if "data.pixel_range" in changes and "data.pixel_range" not in recipes.origins(str(file)):
-            self._check_range(changes.pop("data.pixel_range")[1])
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with another recipe ({listed}); {self._longer(changes)}"
                 f"put it back, as recipe={self.path} does, or choose another output="
-            )
-
-    def _check_range(self, wanted: list[float]) -> None:
-        """A run of before there was data.pixel_range goes on with one of what images had then."""
-        if wanted not in OLD_RANGES:
-            raise RecipeError(
-                f"resume=auto: an older version began {self.path} and took pixels of 16 bits as data.pixel_range="
-                "[0,65535] (real numbers also as [0,1] or [0,255]): type that to continue the run, or choose another "
-                f"output= to train with [{wanted[0]:g},{wanted[1]:g}]"
             )
 
     def _longer(self, changes: Mapping[str, tuple[Any, Any]]) -> str:
@@ -261,24 +241,6 @@ def free_beside(path: Path, ending: str) -> str:
     return shlex.quote(name)
 
 
-def _run_name(recipe: Recipe) -> str:
-    return f"{recipe.name}-{recipe.mode}"
-
-
-def _before_restart(recipe: Recipe) -> Path | None:
-    """The folder below runs/ that this job had before it was restarted."""
-    if is_restart():
-        for lock in sorted(Path("runs").glob(f"{glob.escape(_run_name(recipe))}-*/{LOCK}"), reverse=True):
-            with suppress(OSError, RecipeError):  # RecipeError: another run of that job
-                before = lock.parent / "recipe.yaml"
-                if not is_this_job(read(lock).decode(errors="replace")):
-                    continue
-                changes = recipes.changed_keys(recipes.load(str(before)), recipe) if before.is_file() else {}
-                if all(new is None for _, new in changes.values()):  # null is what a run's recipe has settled since
-                    return lock.parent
-    return None
-
-
 def fresh_folder(recipe: Recipe) -> Path:
     """Make runs/<recipe>-<mode>-<time>, or <model>-<data>-<mode>-<time> without a recipe's name.
 
@@ -287,16 +249,23 @@ def fresh_folder(recipe: Recipe) -> Path:
     Raises:
         SetupError: it cannot be made.
     """
-    if (before := _before_restart(recipe)) is not None:
-        return before
-    stem = f"runs/{_run_name(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
+    name = f"{recipe.name}-{recipe.mode}"
+    for lock in sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True) if is_restart() else ():
+        with suppress(OSError, RecipeError):  # RecipeError: another run of that job
+            before = lock.parent / "recipe.yaml"
+            if not is_this_job(read(lock).decode(errors="replace")):
+                continue
+            changes = recipes.changed_keys(recipes.load(str(before)), recipe) if before.is_file() else {}
+            if all(new is None for _, new in changes.values()):  # null is what a run's recipe has settled since
+                return lock.parent
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
         path = Path(stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
-            continue
+            number += 1
         except OSError as error:
             raise SetupError(f"{path} cannot be made ({error.strerror}); choose a folder with output=") from None
-    raise FolderInUseError(f"{stem} and 998 more exist already; choose a folder with output=")

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.saving.files import AppendFile, draft_of, opened, put, why
 
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec", "skipped")
-HEADS = [",".join(STEP_COLUMNS[:count]).encode() for count in (6, 7)]  # older files do not tell of skipped steps
+HEAD = ",".join(STEP_COLUMNS).encode()
 MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
@@ -38,14 +38,13 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
             elif (row := _row(line)) is not None:
                 by_step[int(row["step"])] = row
             else:
-                bad += line.strip() not in HEADS
+                bad += line.strip() != HEAD
     return [by_step[step] for step in sorted(by_step)], bad
 
 
 def _row(line: bytes) -> dict[str, str] | None:
     """A line of steps.csv; None where it is none."""
     cells = line.rstrip(b"\r\n").split(b",")
-    cells += [b"0"] * (len(cells) == len(STEP_COLUMNS) - 1)
     numbers = [cell or b"0" * (place == 5) for place, cell in enumerate(cells)]  # no speed while a run warms up
     if len(cells) != len(STEP_COLUMNS) or not all(_NUMBER.fullmatch(cell) for cell in numbers):
         return None
@@ -58,15 +57,21 @@ class StepsFile(AppendFile):
 
     def __init__(self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None) -> None:
         path = folder / "steps.csv"
-        kept: list[dict[str, str]] = []
+        rows: list[dict[str, str]] = []
+        bad = 0
         if os.path.lexists(path) and last_step:
-            kept = _up_to(last_step, path, warn)
+            try:
+                rows, bad = read_steps(path)
+            except OSError as error:
+                warn(f"{path} is left out: {why(error)}")
+        if bad:
+            warn(f"{path}: {bad} damaged line{'s' * (bad > 1)} left out")
         draft = draft_of(path)
         self._file = draft.open("w", newline="")
         try:
             self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
             self._writer.writeheader()
-            self._writer.writerows(kept)
+            self._writer.writerows(row for row in rows if int(row["step"]) <= last_step)
             self.flush()
             put(draft, path)
         except BaseException:
@@ -78,15 +83,3 @@ class StepsFile(AppendFile):
         self._writer.writerow(row)
         if time.monotonic() - self._flushed > 1:
             self.flush()
-
-
-def _up_to(last: int, path: Path, warn: Callable[[str], None]) -> list[dict[str, str]]:
-    """The rows up to a step."""
-    try:
-        rows, bad = read_steps(path)
-    except OSError as error:
-        warn(f"{path} is left out: {why(error)}")
-        return []
-    if bad:
-        warn(f"{path}: {bad} damaged line{'s' * (bad > 1)} left out")
-    return [row for row in rows if int(row["step"]) <= last]

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import safe_open
@@ -144,16 +143,6 @@ def serialised_pieces(pieces: Mapping[str, Piece]) -> Iterator[memoryview]:
     return serialised({name: piece.local for name, piece in pieces.items()}, metadata)
 
 
-def parsed(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises ValueError, of one line, for anything else."""
-    try:
-        return safetensors.torch.load(data)
-    except MemoryError:
-        raise
-    except Exception as error:  # as many kinds as there are ways to be wrong
-        raise ValueError(_line(error)) from None
-
-
 def mapped(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, as views of it: the system reads the pages that are looked at, when they are.
 
@@ -165,8 +154,8 @@ def mapped(path: str | Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (MemoryError, OSError):
         raise
-    except Exception as error:
-        raise ValueError(_line(error)) from None
+    except Exception as error:  # as many kinds as there are ways to be wrong
+        raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 
 
 def mapped_pieces(path: str | Path) -> dict[str, Piece]:
@@ -185,10 +174,6 @@ def mapped_pieces(path: str | Path) -> dict[str, Piece]:
             raise ValueError(f"its slice of {name} is none of a tensor there")
         pieces[name] = Piece(local, torch.Size(shape), start)
     return pieces
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
@@ -218,14 +203,9 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
     return size, sha.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """The names in the folder are on the disk."""
-    sync(folder, os.O_DIRECTORY)
-
-
-def sync(path: Path, flags: int = 0) -> None:
-    """What a file holds is on the disk."""
-    file = os.open(path, os.O_RDONLY | flags | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """What a file holds, or the names in a folder, is on the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:

@@ -6,7 +6,6 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,17 +13,9 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError
 from trainer.recipe.text import not_utf8
-from trainer.saving.checkpoint import State, checkpoints_in, is_checkpoint, load
+from trainer.saving.checkpoint import checkpoints_in, is_checkpoint, load
 from trainer.saving.files import put, remove, writing
-from trainer.saving.tensor_files import StoredTensor, fault_point, parsed, serialised, sync_folder, write_synced
-
-
-def _plain(file: Path) -> Any:
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
-            if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
-                raise ValueError("compressed")
-    return torch.load(file, map_location="cpu", weights_only=True)
+from trainer.saving.tensor_files import StoredTensor, fault_point, mapped, serialised, sync, write_synced
 
 
 def save_weights(
@@ -46,7 +37,7 @@ def save_weights(
             fault_point("rename", "weights")
             check()
             put(draft, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
@@ -66,7 +57,11 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         if path.is_dir():
             if is_checkpoint(path):
-                return _saved_weights(load(path))
+                state = load(path)
+                model, ema = state.part("model"), state.part("ema")
+                at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
+                tensors = {name: tensor.read() for name, tensor in {**model, **ema}.items()}
+                return tensors, {"format": "pt", "weights": "ema" if ema else "model", **at}
             file = path / "last.safetensors"
         if not file.is_file():
             if runs := sorted(path.glob("*/last.safetensors"), key=os.path.getmtime):
@@ -79,7 +74,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             raise CheckpointError(f"{file} is not a kind of file that is read here; {wanted}")
         with safe_open(file, "pt") as whole:  # before anything as large as the file says is allocated
             metadata = whole.metadata() or {}
-        return parsed(file.read_bytes()), metadata
+        return mapped(file), metadata
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
     except (ValueError, SafetensorError) as error:
@@ -105,18 +100,14 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
-def _saved_weights(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
-    model, ema = state.part("model"), state.part("ema")
-    kind = "ema" if ema else "model"
-    at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-    tensors = {**model, **ema}
-    return {name: tensor.read() for name, tensor in tensors.items()}, {"format": "pt", "weights": kind, **at}
-
-
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
     try:
-        content = _plain(file)
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
+                if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
+                    raise ValueError("compressed")
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
         raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None

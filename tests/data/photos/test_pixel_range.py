@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.command_line import QUIET, ok, trainer
 from tests.data.photo_folders import opened, read_image
 from trainer.data.photos.decoding import open_image
 from trainer.errors import SetupError
@@ -172,23 +171,3 @@ def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
     assert "data.pixel_range" in notes["pixels"]
     assert notes["pages"].startswith("4 of the images ")
-
-
-def test_a_run_from_before_there_was_the_key_goes_on_with_the_range_of_then(tmp_path):
-    for name, dark in (("ant", 0), ("bee", 2000)):
-        for number in range(4):
-            tiff(tmp_path / "photos" / name / f"{number}.tif", values(dark, dark + 2000, np.uint16, number))
-    words = ["data.name=imagefolder", "data.root=photos", "data.image_size=16", "model.name=mlp", "batch_size=2"]
-    words += ["mode=single", "epochs=2", "save.every_epochs=1", "output=run", *QUIET]
-    ok(*words, "data.pixel_range=[0,65535]", cwd=tmp_path)
-    (tmp_path / "run" / "result.json").unlink()
-    stored = (tmp_path / "run" / "recipe.yaml").read_text()
-    older = re.sub(r"  pixel_range:\n(  - .*\n)+", "", stored)
-    assert older != stored and "pixel_range" not in older
-    (tmp_path / "run" / "recipe.yaml").write_text(older)
-    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,4095]", cwd=tmp_path)
-    assert refused.returncode == 2 and "data.pixel_range=[0,65535]" in refused.stderr
-    assert "resuming at step" in ok(*words, "resume=auto", "data.pixel_range=[0,65535]", cwd=tmp_path).stdout
-    (tmp_path / "run" / "recipe.yaml").write_text(stored)
-    refused = trainer(*words, "resume=auto", "data.pixel_range=[0,255]", cwd=tmp_path)
-    assert refused.returncode == 2 and "(data.pixel_range" in refused.stderr

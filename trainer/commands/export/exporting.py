@@ -19,7 +19,7 @@ from trainer.commands.trained import Trained, task_without_loss
 from trainer.data import TensorSpec
 from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.saving.files import put, remove, writing
-from trainer.saving.tensor_files import sync_folder, write_synced
+from trainer.saving.tensor_files import sync, write_synced
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output
@@ -96,7 +96,7 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
         try:
             write_synced(draft, [memoryview(content)], "export")
             put(draft, target)
-            sync_folder(target.parent)
+            sync(target.parent)
         finally:
             remove(draft)
     shape = ", ".join(map(str, ("batch", *source.inputs.shape)))

@@ -20,10 +20,10 @@ from trainer.recipe.checks import (
     VIRTUAL,
     check_options,
     check_processes,
+    data_shares,
     microbatch_counts,
     ranks_per_pipeline,
     schedule_of,
-    shards,
 )
 from trainer.recipe.known_names import check_model_name, check_names
 
@@ -267,9 +267,9 @@ def test_who_holds_what() -> None:
     assert schedule_of(pipeline(""), 4) == "1f1b"
     assert schedule_of(pipeline("schedule=zbv"), 4) == "zbv"
     assert [ranks_per_pipeline(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 2, 2]
-    assert [shards(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 1, 2]
-    assert [shards(pipeline(""), n) for n in (1, 2, 4)] == [1, 1, 1]
-    assert [shards(recipe("pipeline.stages=2"), n) for n in (1, 2, 4)] == [1, 2, 4]  # ddp
+    assert [data_shares(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 1, 2]
+    assert [data_shares(pipeline(""), n) for n in (1, 2, 4)] == [1, 1, 1]
+    assert [data_shares(recipe("pipeline.stages=2"), n) for n in (1, 2, 4)] == [1, 2, 4]  # ddp
 
 
 @pytest.mark.parametrize("mode", MODES)

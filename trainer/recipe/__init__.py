@@ -8,7 +8,7 @@ from trainer.recipe.field_types import DEVICE
 from trainer.recipe.loading import load, origins, words_of
 from trainer.recipe.mode_table import MODES, TRAITS, Traits
 from trainer.recipe.recipe_files import describe, find, shipped_recipes
-from trainer.recipe.reflection import changed_keys
+from trainer.recipe.reflection import changed_keys, differing
 from trainer.recipe.schema import (
     IN_TURN,
     MEASURED,
@@ -40,6 +40,7 @@ __all__ = [
     "Traits",
     "changed_keys",
     "describe",
+    "differing",
     "find",
     "flatten",
     "load",

@@ -25,7 +25,7 @@ from trainer.recipe.recipe_files import (
     word_of,
     word_value,
 )
-from trainer.recipe.reflection import check_read, defaults, unread
+from trainer.recipe.reflection import check_read, defaults, differing, unread
 from trainer.recipe.removed import refuse_removed, without_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
@@ -168,10 +168,10 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
-    before, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-    without = dict(unread(now, now))
-    changed = [word_of(key, value) for key, value in now.items() if value != before[key] and key not in without]
-    return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
+    changed = differing(load(recipe.name) if shipped else Recipe(), recipe)
+    without = dict(unread(flatten(recipe.to_dict()), changed))
+    words = [word_of(key, value) for key, (_, value) in changed.items() if key not in without]
+    return [f"recipe={recipe.name}", *words] if shipped else words or [f"mode={recipe.mode}"]
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:

@@ -9,6 +9,8 @@ from trainer.errors import RecipeError
 from trainer.recipe.key_reference import keys, schema_text, sections, shown_keys
 from trainer.recipe.loading import load, origins
 from trainer.recipe.recipe_files import describe, shipped_recipes
+from trainer.recipe.reflection import differing
+from trainer.recipe.schema import Recipe
 from trainer.recipe.text import flatten, nearest, typed
 
 COLUMN = 34  # where comments start, unless a value reaches it
@@ -46,7 +48,7 @@ def listed(indent: str = "") -> str:
 def commented(name: str, *words: str) -> str:
     """A recipe with every key as YAML that `load` accepts, each with its comment and who set it."""
     recipe, sources = load(name, *words), origins(name, *words)
-    known, comments = keys(), sections()
+    known, comments, changed = keys(), sections(), differing(Recipe(), recipe)
     lines = [f"# {recipe.name} with every key; `<- x` says that x set it, the rest is the default"]
     section = ""
     for key, value in flatten(recipe.to_dict()).items():
@@ -54,7 +56,7 @@ def commented(name: str, *words: str) -> str:
         if parent and parent != section:
             lines.append(_line(f"{parent}:", comments[parent]))
         section = parent
-        arrow = f"  <- {sources[key]}" if key in sources and typed(value) != known[key].default else ""
+        arrow = f"  <- {sources[key]}" if key in sources and key in changed else ""
         lines.append(_line(f"{'  ' if parent else ''}{last}: {typed(value)}", known[key].comment + arrow))
     return "\n".join(lines) + "\n"
 

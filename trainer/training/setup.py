@@ -31,7 +31,7 @@ from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import PATIENCE, World
-from trainer.recipe import Recipe, flatten
+from trainer.recipe import Recipe, differing
 from trainer.recipe.checks import most_rows
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
@@ -124,13 +124,13 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
     world, tracker = claim.world, claim.tracker
     recipe = typed.replace(**claim.resolved_keys)
-    reasons = _changes(typed, recipe, "as the run that is continued")
+    reasons = dict.fromkeys(differing(typed, recipe), "as the run that is continued")
     before, recipe = recipe, with_pretrained_input(recipe)
-    reasons |= _changes(before, recipe, "as the weights that it starts from were trained")
+    reasons |= dict.fromkeys(differing(before, recipe), "as the weights that it starts from were trained")
     data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
     if "images" in data.notes:
         before, recipe = recipe, recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
-        reasons |= _changes(before, recipe, "by a look at the images")
+        reasons |= dict.fromkeys(differing(before, recipe), "by a look at the images")
     task = task_of(recipe, data)
     share = modes.data_share(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, share)
@@ -141,11 +141,11 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         data = without_damage(data, recipe, world)
     samples = identified(world, data, state)
     before, (data, recipe) = recipe, cached(replace(data, sources=()), recipe, world, tracker.say, closing)
-    reasons |= _changes(before, recipe, "by the cache")
+    reasons |= dict.fromkeys(differing(before, recipe), "by the cache")
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         before, recipe = recipe, speed_recipe(recipe, data, tracker.say)
-        reasons |= _changes(before, recipe, "there is no data: this measures speed")
+        reasons |= dict.fromkeys(differing(before, recipe), "there is no data: this measures speed")
     tracker.resolved(recipe)
     return Resolved(recipe, reasons, data, task, world, share, steps, tracker, state, samples, speed_only)
 
@@ -161,11 +161,6 @@ def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> 
     plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
     recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
     return recipe.replace(max_steps=steps, resume=None)
-
-
-def _changes(before: Recipe, after: Recipe, reason: str) -> dict[str, str]:
-    was, now = flatten(before.to_dict()), flatten(after.to_dict())
-    return dict.fromkeys((key for key in now if was[key] != now[key]), reason)
 
 
 def start_process(recipe: Recipe) -> None:

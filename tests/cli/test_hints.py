@@ -21,7 +21,7 @@ from trainer.cli.guide import topics
 from trainer.errors import RecipeError, TrainerError
 from trainer.recipe import MODES, load
 from trainer.recipe.key_reference import shown_keys
-from trainer.recipe.reflection import READERS, defaults, sections
+from trainer.recipe.reflection import READERS, defaults
 from trainer.recipe.removed import REMOVED
 
 OPEN = "{}"  # stands for what a message fills in
@@ -35,7 +35,7 @@ OTHERS = {
     "of other programs": "size iommu sep timeout device",
     "what stands for any": "key w m object_type",
 }
-WORDS = {*defaults(), *sections(), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
+WORDS = {*defaults(), *(key.partition(".")[0] for key in defaults()), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
 WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
 # A key may want another beside it.
 BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]

@@ -1,15 +1,10 @@
-"""`recipes keys`, `schema`, `list` and `show`, through the real command line."""
+"""Words that `recipes` does not take."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.command_line import ok, trainer
-
-
-def test_list_and_show_are_what_no_word_and_a_name_are() -> None:
-    assert ok("recipes", "list").stdout == ok("recipes").stdout
-    assert ok("recipes", "show", "digits", "epochs=3").stdout == ok("recipes", "digits", "epochs=3").stdout
+from tests.command_line import trainer
 
 
 @pytest.mark.parametrize(

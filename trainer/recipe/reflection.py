@@ -40,20 +40,10 @@ def defaults() -> dict[str, Any]:
     return flatten(Recipe().to_dict())
 
 
-def sections() -> tuple[str, ...]:
-    """Names of the sections: model, data, ..."""
-    return tuple(dict.fromkeys(key.partition(".")[0] for key in defaults() if "." in key))
-
-
 @functools.cache
 def kinds() -> dict[str, tuple[Any, ...]]:
     """What each key takes: int, float, bool, str, list, type(None) and Literals; list[str] stands beside its list."""
     return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
-
-
-def is_text(key: str) -> bool:
-    """Whether a key takes any text."""
-    return str in kinds().get(key, ())
 
 
 @functools.cache

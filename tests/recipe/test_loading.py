@@ -92,19 +92,6 @@ def test_every_key_that_takes_text_is_among_those() -> None:
     assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
 
 
-def test_drawn_texts_come_back(tmp_path: Path, full: bool) -> None:
-    generator, file = random.Random(1), tmp_path / "recipe.yaml"
-    signs = "ab0 #:'\"[]{}!&*~|>%@`\\\t\n\r,-?=$<\x01\x85\xa0\xe9\u2029\ufeff\U0001f600"
-    for _ in range(1000 if full else 50):
-        text = "".join(generator.choice(signs) for _ in range(generator.randint(1, 12)))
-        if not text.strip() or "${" in text + "|" + text[::-1]:
-            continue
-        found = load(None, f"data.root={text}", f"output={text[::-1]}")
-        assert (found.data.root, found.output) == (text, text[::-1])
-        file.write_text(found.to_yaml(), encoding="utf-8")
-        assert load(file).to_dict() == found.to_dict()
-
-
 def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("epochs: 3\nbatch_size: 64\noptimizer: {lr: 0.5, momentum: 0.5}\n")
@@ -276,13 +263,6 @@ def test_every_shipped_recipe_has_a_description_and_is_valid() -> None:
     for name, path in shipped.items():
         assert path.read_text().startswith("# "), f"{name}: the first line says what it is for"
         assert load(name).name == name
-
-
-def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
-    words = ("devices=[cuda:1]", "ema=0.99", "data.root=/ö b=c", "model.num_classes=1", "output=2024", "seed=12")
-    first = load(None, *words)
-    (tmp_path / "again.yaml").write_text(first.to_yaml())
-    assert load(tmp_path / "again.yaml").to_dict() == first.to_dict()
 
 
 def test_replace_checks_like_load() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 import trainer
-from trainer.recipe.key_reference import keys, schema_file, schema_text, sections
+from trainer.recipe.key_reference import keys, schema_text, sections
 from trainer.recipe.mode_table import TRAITS, Traits
+from trainer.recipe.recipe_files import shipped_folder
 
 GUIDE = Path(trainer.__file__).parent / "guide"
 README = GUIDE.parent.parent / "README.md"
+SCHEMA = shipped_folder() / "recipe.schema.json"
 REFERENCE = GUIDE / "recipe.md"
 PAGE = """\
 # Every key of a recipe
@@ -26,7 +28,7 @@ PART = re.compile(r"(<!-- made by python -m tests\.pages: (\w+) -->\n).*?(<!-- e
 
 def made() -> dict[Path, Callable[[], str]]:
     """Each file that is made from the recipe's schema, with what makes what it should hold."""
-    return {REFERENCE: reference_page, schema_file(): schema_text}
+    return {REFERENCE: reference_page, SCHEMA: schema_text}
 
 
 def filled(path: Path) -> str:

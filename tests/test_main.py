@@ -104,6 +104,10 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["recipe=digits", "checkpoint=runs/x"], "checkpoint= evaluate"),
         (["recipe=digits", "plugin=trainer_test_absent", "mode=single"], "plugin=trainer_test_absent"),
         (["evaluate"], "checkpoint="),
+        (["recipes", "schema", "digits"], "recipes schema digits"),
+        (["recipes", "key"], "recipes keys?"),
+        (["recipes", "diff", "digits", "mnist"], "recipe=diff"),
+        (["recipes", "keys", "optimizer", "lr"], "recipes keys optimizer"),
         (["evaluate", "checkpoint=x", "nproc=2"], "nproc= torchrun"),
     ],
 )

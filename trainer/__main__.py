@@ -16,6 +16,7 @@ if __name__ == "__main__" or early.is_installed_command():
 import logging
 import multiprocessing
 import os
+import platform
 import signal
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ try:
     from trainer.recipe import recipes_command
     from trainer.recipe.known_names import check_names
     from trainer.recipe.recipe_files import positive_integer, split_words
+    from trainer.recipe.versions import VERSION, installed
     from trainer.saving.files import open_streams
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
@@ -100,7 +102,7 @@ def run(words: Sequence[str]) -> int:
     if command == "evaluate":
         return evaluate(rest)
     if command == "version":
-        _show(f"{guide.version_line()}\n")
+        _show(f"trainer {VERSION}, torch {installed('torch')}, Python {platform.python_version()}\n")
         return 0
     if command == "help":
         return show_help(rest)
@@ -146,10 +148,8 @@ def evaluate(words: Sequence[str]) -> int:
     options, rest = split_words(words, LAUNCH_WORDS)
     if "checkpoint" not in options:
         raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
-    instead_of = {"recipe": "the run folder has its options", "nproc": "start several ranks with torchrun"}
-    for key, instead in (instead_of | {"max_restarts": "type the same words again"}).items():
-        if key in options:
-            raise RecipeError(f"{key}= is not for evaluate: {instead}")
+    if wrong := options.keys() & {"recipe", "nproc", "max_restarts"}:
+        raise RecipeError(f"{min(wrong)}= is not for evaluate: the run has a recipe, and torchrun starts several ranks")
     launching.load_plugin(options.get("plugin"))
     from trainer.commands import evaluate as trained
 

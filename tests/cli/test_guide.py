@@ -35,27 +35,10 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told_to_type(done.stderr) == ["python -m trainer guide modes"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "first"),
-    [
-        ("memroy", "memory"),
-        ("out of memory", "memory"),
-        ("heic", "photos"),
-        ("why slow", "speed"),
-        ("resum", "resume"),
-        ("several machines", "nodes"),
-        ("notebook", "python"),
-        ("onnx", "export"),
-        ("exit codes of a shell", "errors"),
-        ("hogwild", "modes"),
-        ("8 gpus", "imagenet"),
-        ("multilabel", "tasks"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "first"), [("memroy", "memory"), ("heic", "photos"), ("hogwild", "modes")])
 def test_another_word_finds_the_nearest_topics(asked: str, first: str) -> None:
-    assert first in guide.nearest_topics(asked)
-    with pytest.raises(RecipeError, match=f"^'{asked}' .*nearest: ") as told:
-        guide.command(asked.split())
+    with pytest.raises(RecipeError, match=f"^'{asked}' .*nearest: .*{first}") as told:
+        guide.command([asked])
     assert len(str(told.value)) < 160
 
 

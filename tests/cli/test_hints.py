@@ -9,11 +9,10 @@ import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.command_line import BARE, PROJECT, WHOLE, ok, suggested, trainer
+from tests.command_line import PROJECT
 from tests.guide import shell
 from tests.typed import is_swept
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
@@ -21,7 +20,7 @@ from trainer.cli.guide import topics
 from trainer.errors import RecipeError, TrainerError
 from trainer.recipe import MODES, load
 from trainer.recipe.key_reference import shown_keys
-from trainer.recipe.reflection import READERS, defaults, sections
+from trainer.recipe.reflection import READERS, defaults
 from trainer.recipe.removed import REMOVED
 
 OPEN = "{}"  # stands for what a message fills in
@@ -35,7 +34,7 @@ OTHERS = {
     "of other programs": "size iommu sep timeout device",
     "what stands for any": "key w m object_type",
 }
-WORDS = {*defaults(), *sections(), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
+WORDS = {*defaults(), *(key.partition(".")[0] for key in defaults()), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
 WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
 # A key may want another beside it.
 BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]
@@ -139,27 +138,3 @@ def test_what_messages_tell_to_type_is_taken(room: str) -> None:
 )
 def test_a_hint_that_does_not_work_is_found(text: str) -> None:
     assert [*faults(text)] and not [*faults(text.replace(text, "use precision=bf16, or mode=ddp nproc=2"))]
-
-
-# Trainings that are refused, each with the word to type instead.
-TINY = ["recipe=digits", "model.name=mlp", "epochs=1", "max_steps=1", "schedule.warmup_epochs=0", *WHOLE, *BARE]
-REFUSED = [
-    ["mode=single", "accumulate=2", "batch_size=97"],
-    ["mode=single", "model.name=mlpp"],
-    ["mode=single", "nproc=2"],
-    ["mode=single", "data.name=digit"],
-    ["mode=local_sgd", "nproc=2", "batch_size=63"],
-    ["mode=single", "output=run"],
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_the_word_of_a_refusal_trains(words: list[str], tmp_path: Path) -> None:
-    if "output=run" in words:
-        ok(*TINY, *words, cwd=tmp_path)
-    given = {word.partition("=")[0]: word for word in [*TINY, "output=run", *words]}
-    done = trainer(*given.values(), cwd=tmp_path)
-    assert done.returncode in (2, 8), done.stdout
-    first, *_ = [*suggested(done.stderr), *re.findall("with (resume=auto)", done.stderr)]
-    ok(*(given | {first.partition("=")[0]: first}).values(), cwd=tmp_path)

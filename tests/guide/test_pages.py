@@ -11,7 +11,6 @@ import pytest
 
 from tests.command_line import PROJECT
 from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose
-from tests.guide.shell import split
 from tests.pages import GUIDE, PART, PARTS, README, filled
 from trainer.cli.guide import INDEX, cells, topics
 
@@ -84,13 +83,6 @@ def test_a_page_begins_with_its_title(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert lines[0].startswith("# ") and not lines[1]
     assert len(re.findall("^# ", prose(page), re.M)) == 1
-
-
-def test_readme_installs_before_it_types_what_pip_installs() -> None:
-    typed = "; ".join(line[2:] for block in blocks(README) for line in block.text.splitlines() if line[:2] == "$ ")
-    programs = [line.words for line in split(typed)]
-    installed = next(number for number, words in enumerate(programs) if words[:2] == ("pip", "install"))
-    assert {words[0] for words in programs[:installed]}.isdisjoint(("trainer", "torchrun"))
 
 
 def test_readme_is_two_screens() -> None:

@@ -97,7 +97,7 @@ def test_hogwild_is_for_one_node() -> None:
         ("", 1, ""),
         ("schedule=streams microbatches=7", 1, ""),  # uneven micro-batches are fine
         ("microbatches=129", 1, "pipeline.microbatches=129 of 128 images: at most 128 can be"),
-        ("schedule=streams virtual_stages=2", 1, "1 stage a device, not 2: leave pipeline.virtual_stages out"),
+        ("schedule=streams virtual_stages=2", 1, "virtual_stages, not 2: leave pipeline.virtual_stages out"),
         ("schedule=streams", 2, "runs in 1 process, not 2: type python -m trainer ... without torchrun"),
         *((f"schedule={name}", 1, f"{name} runs in 2 processes or more") for name in SCHEDULES if name != "streams"),
         ("schedule=1f1b stages=4", 1, "torchrun --nproc_per_node=4 -m trainer ... or nproc=4"),
@@ -111,10 +111,10 @@ def test_hogwild_is_for_one_node() -> None:
         # virtual stages
         *((f"schedule={name} virtual_stages=3", 2, "") for name in VIRTUAL if name not in V_SHAPED),
         ("schedule=zbv virtual_stages=2", 2, ""),
-        ("schedule=zbv virtual_stages=3", 2, "zbv has 2 stages per rank, not 3: leave pipeline.virtual_stages out"),
+        ("schedule=zbv virtual_stages=3", 2, "zbv takes 2 as pipeline.virtual_stages, not 3: leave"),
         ("schedule=gpipe virtual_stages=1", 2, ""),
         ("schedule=gpipe virtual_stages=2", 2, "or use pipeline.schedule=interleaved1f1b or loopedbfs"),
-        ("virtual_stages=2", 2, "pipeline.schedule=1f1b has 1 stage a rank, not 2"),
+        ("virtual_stages=2", 2, "pipeline.schedule=1f1b takes 1 as pipeline.virtual_stages, not 2"),
         # micro-batches
         ("microbatches=8", 2, ""),
         ("microbatches=7", 2, "do not divide into equal micro-batches like that; try pipeline.microbatches=2, 4, 8"),

@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 from tests.command_line import ok
+from tests.pages import SCHEMA
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
-from trainer.recipe.key_reference import FILE, MODELINE, schema_file
 
 jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema (of the extra `test`)")
 
 
 @pytest.fixture(scope="module")
 def checker() -> Any:
-    schema = json.loads(schema_file().read_text(encoding="utf-8"))
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft7Validator.check_schema(schema)
     return jsonschema.Draft7Validator(schema)
 
@@ -32,7 +32,7 @@ def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, nam
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert mistakes(checker, text) == []
     assert mistakes(checker, load(name).to_yaml()) == []  # as a run folder has it
-    assert text.splitlines()[1] == f"{MODELINE}{FILE}" and (shipped_recipes()[name].parent / FILE).is_file()
+    assert text.splitlines()[1] == f"# yaml-language-server: $schema={SCHEMA.name}"
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,3 @@ def test_nothing_of_how_it_is_checked_is_shown(key):
 )
 def test_a_key_with_several_kinds_of_values(key, value, line):
     assert said(key, value) == f"digits: {line}"
-
-
-def test_keys_below_a_list_of_a_file():
-    with pytest.raises(RecipeError, match=r"optimizer\.betas .*optimizer\.betas\.a\b"):
-        load(load("digits"), **{"optimizer.betas": {"a": 1}})

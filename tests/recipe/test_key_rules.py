@@ -38,11 +38,6 @@ def test_what_is_read_or_comes_from_the_recipe_is_taken(words):
     load("digits", *words.split())
 
 
-def test_a_keyword_is_a_word():
-    with pytest.raises(RecipeError, match="optimizer"):
-        load("digits", optimizer__eps=0.5)
-
-
 def test_a_saved_recipe_goes_on_being_read(tmp_path):
     """It holds every key, those that nothing reads as well."""
     recipe = load("digits", "optimizer.name=adamw")

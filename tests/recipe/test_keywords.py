@@ -37,8 +37,8 @@ def test_values_of_a_program():
     ("words", "keywords", "line"),
     [
         ([], {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
-        ([], {"optimizer__lrr": 2}, "digits: optimizer.lrr is not a key; did you mean optimizer__lr?"),
-        ([], {"lr": 2}, "digits: lr is not a key; did you mean optimizer__lr?"),
+        ([], {"optimizer__lrr": 2}, "digits: optimizer.lrr is not a key; did you mean optimizer.lr?"),
+        ([], {"lr": 2}, "digits: lr is not a key; did you mean optimizer.lr?"),
         (["lr=2"], {}, "digits: lr is not a key; did you mean optimizer.lr?"),
         ([], {"modle": object()}, "modle=object is not a key: what is no recipe's is model="),
         ([], {"epochs": 2.5}, "digits: epochs=2.5 must be an integer"),

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 import trainer
-from tests.pages import GUIDE, README, modes_table, short_table
 from trainer.recipe import MODES, TRAITS, Traits, load
 from trainer.recipe.mode_table import Mode
 
@@ -109,16 +108,3 @@ def test_there_is_one_reference():
 )
 def test_processes(words, processes):
     assert load(None, *words.split()).processes == processes
-
-
-def test_the_readme_and_the_guide_have_their_tables():
-    assert modes_table() in (GUIDE / "modes.md").read_text()
-    assert short_table() in README.read_text()
-
-
-def test_the_short_table_has_a_row_a_mode():
-    first, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in short_table().splitlines()]
-    assert [row[0].strip("`") for row in rows] == [*TRAITS] and {len(row) for row in rows} == {len(first)}
-    assert [row[1] for row in rows] == [
-        "-" if t.reference else "yes" if t.same_maths else "no" for t in TRAITS.values()
-    ]

@@ -30,7 +30,7 @@ def answer(file: Path, *words: str) -> str:
         ("output: runs: first\n", 1, "quotes"),
         ("epochs: 3\nseed: 1\nepochs: 4\n", 3, "duplicate epochs"),
         (b"seed: 1\n# f\xfcnf\nepochs: 3\n", 2, "UTF-8"),
-        ("seed: 1\nepochs: 3\x01\n", 2, "character"),
+        ("epochs: 3\n seed: 1\n", 2, "mapping"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_told_with_its_line(
@@ -40,29 +40,6 @@ def test_a_file_that_is_no_yaml_is_told_with_its_line(
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     told = answer(file)
     assert told.startswith(f"{file}: line {number}: ") and all(name in told for name in names.split()), told
-
-
-def test_a_wrong_value_is_told_with_the_file_that_another_extends(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("extends: parent.yaml\nepochs: 3\n")
-    (tmp_path / "parent.yaml").write_text("seed: 1\nbatch_size: x\nepochs: y\n")
-    assert answer(tmp_path / "my.yaml").endswith(f"(in {tmp_path / 'parent.yaml'})")
-
-
-@pytest.mark.parametrize(
-    ("content", "names"),
-    [
-        ("seed: 1\nepochs: '3'\n", "epochs=3 integer quotes"),
-        ("compile: 'no'\n", "compile=no true false"),
-        ("seed: 1\nmax_steps: 1e4\n", "max_steps=10000.0 integer null"),
-        ("optimizer:\n  lr: 0,1\n", "optimizer.lr=0,1 number"),
-        ("seed: 1\n\nbatchsize: 3\n", "batchsize batch_size?"),
-        ("model:\n  nam: cnn\n", "model.nam model.name?"),
-    ],
-)
-def test_a_wrong_key_or_value_is_told(content: str, names: str, tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text(content)
-    told = answer(tmp_path / "my.yaml")
-    assert told.startswith("my: ") and not [name for name in names.split() if name not in told], told
 
 
 @pytest.mark.parametrize(
@@ -108,9 +85,3 @@ def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
     file.write_bytes(content.encode())
     load(file)
     assert answer(file, "epochs=x").startswith("my: epochs=x must")  # and no line of the file is blamed
-
-
-@pytest.mark.parametrize("content", ["output: runs\n  epochs=3\n", 'output: "runs\n  first"\n'])
-def test_a_file_that_is_right_is_not_blamed_for_a_word(tmp_path: Path, content: str) -> None:
-    (tmp_path / "my.yaml").write_text(content)
-    assert answer(tmp_path / "my.yaml", "epochs=x").startswith("my: epochs=x must")

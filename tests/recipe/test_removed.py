@@ -1,49 +1,69 @@
 """Files and runs with what is no more are read; words with it are refused."""
 
+import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_line import losses, ok, trainer
+from trainer.commands.trained import written_recipe
 from trainer.errors import RecipeError
-from trainer.recipe import flatten, load, removed
+from trainer.recipe import load, removed
 from trainer.recipe.loading import load_stored
 from trainer.recipe.removed import REMOVED
 from trainer.recipe.text import as_yaml, typed
+from trainer.saving.run_folder import RunFolder
 
 STORED = Path(__file__).parent / "stored"
 
 
-def tree_of(word):
-    """What a file holds in which that stands; a key that is no more, with some value that it had."""
+def with_word(word, tree):
+    """What a file holds in which that stands; of a key that is no more, with some value that it had."""
     key, equals, text = word.partition("=")
-    tree = {"true": True, "false": False}.get(text, text) if equals else 7
-    for name in reversed(key.split(".")):
-        tree = {name: tree}
-    return tree
+    *sections, last = key.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[last] = yaml.safe_load(text) if equals else 7
+    return tree, f"{key}={typed(node[last])}"
 
 
 @pytest.mark.parametrize("word", REMOVED)
-def test_each_row_is_read_from_a_file_and_refused_typed(word, tmp_path, capsys, monkeypatch):
+def test_each_row_is_read_from_every_kind_of_file_and_refused_typed(word, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(removed, "_told", set())
-    row, tree, file = REMOVED[word], tree_of(word), tmp_path / "old.yaml"
-    file.write_text(as_yaml(tree))
-    found = flatten(load(file, "seed=3").to_dict())
-    told = capsys.readouterr().err
-    (key, value), *_ = flatten(tree).items()
-    assert told.count("\n") == 1 and f"{key}={typed(value)}" in told and row.sentence in told
-    if row.instead:
-        assert row.instead in told and f"{row.instead.partition('=')[0]}" in found
-        assert found == flatten(load(None, row.instead, "seed=3").to_dict())
-    load(file)
-    assert capsys.readouterr().err == "", "once in a process"
-    load_stored(tree, "a checkpoint")
-    assert "a checkpoint: " in capsys.readouterr().err
-    for typing in (lambda: load(None, f"{key}={typed(value)}"), lambda: load(tree), lambda: load(None, **tree)):
+    row, run, weights = REMOVED[word], tmp_path / "run", tmp_path / "weights.safetensors"
+    tree, said = with_word(word, {})
+    whole, _ = with_word(word, load(None).to_dict())
+    (tmp_path / "old.yaml").write_text(as_yaml(tree))
+    run.mkdir()
+    (run / "recipe.yaml").write_text(as_yaml(whole))
+    wanted = load(None, *[row.instead] * bool(row.instead)).to_dict()
+    for place, read in {
+        "old.yaml": lambda: load(tmp_path / "old.yaml"),
+        str(run / "recipe.yaml"): lambda: load(run),
+        str(weights): lambda: written_recipe(weights, {"recipe": json.dumps(whole)}),
+        "a comparison": lambda: load_stored(tree, "a comparison"),
+    }.items():
+        assert read().to_dict() == wanted
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and said in told and row.instead in told and row.sentence in told
+        assert place in told
+        read()
+        assert capsys.readouterr().err == "", "once in a process"
+    for typing in (lambda: load(None, said), lambda: load(tree), lambda: load(None, **tree)):
         with pytest.raises(RecipeError) as refused:
             typing()
         assert row.sentence in str(refused.value)
+    again = load(run, f"output={run}", "resume=auto")
+    if row.same:
+        with closing(RunFolder(again)) as folder:
+            assert folder.resuming
+    else:
+        with pytest.raises(RecipeError, match=f"with {word}, .*model.init_from={run}"):
+            RunFolder(again)
 
 
 def test_a_default_that_every_old_file_has_is_left_out_in_silence(tmp_path, capsys):

@@ -16,7 +16,7 @@ from trainer.recipe import shipped_recipes
 from trainer.recipe.key_reference import keys
 from trainer.recipe.other_names import advice_on
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import misspelt
+from trainer.recipe.text import nearest
 
 FLAGS = ("--json", "--go")  # ours, which have no value
 
@@ -49,7 +49,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
         if "=" not in command and not command.startswith("-"):
-            guess = misspelt(command, [*COMMANDS, *shipped_recipes()])
+            guess = nearest(command, [*COMMANDS, *shipped_recipes()])
             hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
             raise RecipeError(f"'{command[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
         command, rest = "train", words
@@ -77,23 +77,14 @@ def spelled(words: Sequence[str]) -> list[str]:
             taken.append(f"{name}={value}" if ours else word)
         elif not word.startswith("-"):
             taken.append(word)
-        elif rest and _can_be_value(rest[0]):
+        elif rest and "=" not in rest[0] and not re.match(r"-(?!\d)|$", rest[0]):  # it can be a value
             taken.append(f"{name}={rest.pop(0)}")
         elif name in defaults() or name in OWN_WORDS:
-            raise RecipeError(f"{word} has no value: type {_example(name)}")
+            example = keys()[name].example if name in defaults() else f"{name}=VALUE"
+            raise RecipeError(f"{word} has no value: type {example}")
         else:
             raise RecipeError(f"{word}: {name} is not a key; {advice_on(name, [*defaults(), *OWN_WORDS])}")
     return taken
-
-
-def _can_be_value(word: str) -> bool:
-    """Whether a word can be the value of the option before it."""
-    return "=" not in word and re.match(r"-(?!\d)|$", word) is None
-
-
-def _example(name: str) -> str:
-    """A way to set a key; a command's own word has no example."""
-    return keys()[name].example if name in defaults() else f"{name}=VALUE"
 
 
 def _to_type(command: str) -> RecipeError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import platform
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from trainer.cli.grammar import program
 from trainer.errors import RecipeError
 from trainer.processes.terminal import as_typed
-from trainer.recipe.versions import VERSION, installed
 
 KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
 SECTION = re.compile(
@@ -41,7 +39,9 @@ def command(words: Sequence[str]) -> str:
     if not asked or asked == INDEX.lower():
         return _listed()
     if asked not in topics():
-        near = nearest_topics(asked)
+        near = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
+        often = {topic: page(topic).lower().count(asked) for topic in topics() if topic not in near}
+        near = [*near, *sorted(filter(often.get, often), key=lambda topic: -often[topic])][:3]
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RecipeError(f"'{asked[:80]}' is not a topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
     return _as_started(asked, page(asked))
@@ -56,18 +56,6 @@ def topics() -> dict[str, str]:
 def page(topic: str) -> str:
     """A topic's page, in Markdown."""
     return (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
-
-
-def nearest_topics(asked: str) -> list[str]:
-    """Up to three topics: those spelled alike, then those whose pages speak of it most."""
-    alike = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
-    words = [word for word in re.split(r"[\s?,]+", asked) if len(word) > 2]
-    counts: dict[str, int] = {}
-    for topic, question in topics().items():
-        text = f"{page(topic)} {10 * f'{question} '}".lower()
-        counts[topic] = 100 * text.count(asked) + sum(map(text.count, words))
-    often = sorted((topic for topic in counts if counts[topic]), key=lambda topic: -counts[topic])
-    return list(dict.fromkeys([*alike, *often]))[:3]
 
 
 def _parts() -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -136,8 +124,3 @@ def command_page(command: str) -> str:
     lines += ["", *(f"  {word:<{width}}  {text}" for word, text in about.words.items())] if about.words else []
     lines += ["", "examples:", *(f"  {line}" for line in about.examples)]
     return as_typed("\n".join(lines)) + "\n"
-
-
-def version_line() -> str:
-    """Versions, without importing torch."""
-    return f"trainer {VERSION}, torch {installed('torch')}, Python {platform.python_version()}"

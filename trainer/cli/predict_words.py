@@ -5,15 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import misspelt
 from trainer.saving.run_names import HOME, is_run
-
-PHOTOS = (".jpg", ".jpeg", ".webp", ".heic", ".bmp", ".tif", ".tiff")  # as no run folder holds them
 
 
 def sorted_out(words: Sequence[str]) -> list[str]:
@@ -38,28 +34,13 @@ def _sorted_out(word: str) -> str:
         return word
     below = os.path.join(HOME, word)
     run_here, run_below = is_run(path), is_run(below)
-    if run_here and os.path.isdir(path) and any(name.lower().endswith(PHOTOS) for name in os.listdir(path)):
-        raise RecipeError(
-            f"'{word}' is a run and has photos: type checkpoint={word} for the run, data.root={word} for the photos"
-        )
     if run_below and there and not run_here:
         raise RecipeError(f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the run")
     if run_here or run_below:
         return f"checkpoint={word}"
     if not there:
-        raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name{_hint(word)}")
+        raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name")
     run = next(glob.iglob(os.path.join(glob.escape(path), "*", "recipe.yaml")), None)
     if run is not None:
         raise RecipeError(f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg")
     return os.path.join(".", word) if "=" in word.split(os.sep)[0] else word
-
-
-def _hint(word: str) -> str:
-    """The name nearest to that of a path that is not there, beside it or among the runs."""
-    folder, name = os.path.split(word)
-    for home in (folder, HOME):
-        with suppress(OSError):
-            near = misspelt(name, os.listdir(os.path.expanduser(home) or "."))
-            if near is not None:
-                return f"; did you mean {os.path.join(home, near)}?"
-    return ""

@@ -23,7 +23,7 @@ from trainer.data.registered import UserItems, in_memory, open_registered, regis
 from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import AugmentRecipe, DataRecipe, Recipe
+from trainer.recipe import DataRecipe, Recipe, differing
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
@@ -89,8 +89,7 @@ def _normalised(recipe: DataRecipe, data: Datasets) -> Datasets:
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     """Refuse what moves or mixes pixels where inputs are no images, or pixels have targets; and what does nothing."""
-    augment, default = recipe.augment.model_dump(), AugmentRecipe().model_dump()
-    if augment["alternate"] and not augment["hflip"]:
+    if recipe.augment.alternate and not recipe.augment.hflip:
         raise RecipeError(
             "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or augment.hflip=0.5"
         )
@@ -104,8 +103,10 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
         why = f"moves pixels, and the targets of {name}, of {shape}, would not move with them"
     else:
         return
-    for key in (key for key in keys if augment[key] != default[key]):
-        raise RecipeError(f"augment.{key}={augment[key]} {why}: set augment.{key}={default[key]}")
+    changed = differing(Recipe(), recipe)
+    for key in (key for key in (f"augment.{name}" for name in keys) if key in changed):
+        default, value = changed[key]
+        raise RecipeError(f"{key}={value} {why}: set {key}={default}")
 
 
 def _opened(recipe: Recipe, before: Before) -> Datasets:

@@ -7,8 +7,8 @@ Imports: errors.
 from trainer.recipe.field_types import DEVICE
 from trainer.recipe.loading import load, origins, words_of
 from trainer.recipe.mode_table import MODES, TRAITS, Traits
-from trainer.recipe.recipe_files import describe, find, shipped_recipes
-from trainer.recipe.reflection import changed_keys
+from trainer.recipe.recipe_files import find, shipped_recipes
+from trainer.recipe.reflection import changed_keys, differing
 from trainer.recipe.schema import (
     IN_TURN,
     MEASURED,
@@ -39,7 +39,7 @@ __all__ = [
     "Schedule",
     "Traits",
     "changed_keys",
-    "describe",
+    "differing",
     "find",
     "flatten",
     "load",

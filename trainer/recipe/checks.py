@@ -6,7 +6,7 @@ Everything in this room answers before anything heavy starts, with the command t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
@@ -181,14 +181,12 @@ def refused_schedules() -> tuple[str, ...]:
 
 def _check_pipeline(recipe: Recipe, processes: int) -> None:
     schedule, wanted, virtual = schedule_of(recipe, processes), recipe.pipeline.stages, recipe.pipeline.virtual_stages
-    if schedule in V_SHAPED and virtual not in (None, 2):
+    fixed = 2 if schedule in V_SHAPED else 1 if schedule not in VIRTUAL else virtual
+    if virtual not in (None, fixed):
+        others = "" if schedule in V_SHAPED else ", or use pipeline.schedule=interleaved1f1b or loopedbfs"
         raise RecipeError(
-            f"pipeline.schedule={schedule} has 2 stages per rank, not {virtual}: leave pipeline.virtual_stages out"
-        )
-    if schedule not in VIRTUAL and virtual not in (None, 1):
-        raise RecipeError(
-            f"pipeline.schedule={schedule} has 1 stage a {'device' if schedule == STREAMS else 'rank'}, not {virtual}: "
-            "leave pipeline.virtual_stages out, or use pipeline.schedule=interleaved1f1b or loopedbfs"
+            f"pipeline.schedule={schedule} takes {fixed} as pipeline.virtual_stages, not {virtual}: leave "
+            f"pipeline.virtual_stages out{others}"
         )
     if schedule == STREAMS:
         if processes > 1:
@@ -226,7 +224,8 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         if section.split_size is not None:
             return [-(-rows // min(section.split_size, rows))]
         if section.microbatches == "auto":
-            return list(_spread(range(1, min(rows, 64) + 1)))
+            doubled = {count << n for count in (1, 3) for n in range(7)}  # 1, 2, 3, 4, 6, 8, 12, 16, ...
+            return sorted(count for count in doubled if count <= min(rows, 64))
         if int(section.microbatches) > rows:
             raise RecipeError(f"pipeline.microbatches={section.microbatches} of {rows} images: at most {rows} can be")
         return [int(section.microbatches)]
@@ -304,11 +303,6 @@ def _batch_sizes(recipe: Recipe, processes: int) -> str:
         images = section.split_size if section.split_size is not None and schedule != STREAMS else 1
         rows = math.lcm(rows, count * images)
     return neighbours(recipe.batch_size, data_shares(recipe, processes) * recipe.accumulate * rows)
-
-
-def _spread(counts: range) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ...: counts that double in two steps."""
-    return (m for m in counts if m & (m - 1) == 0 or (m % 3 == 0 and (m // 3) & (m // 3 - 1) == 0))
 
 
 def _listed(choices: list[int]) -> str:

@@ -80,8 +80,6 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
         return f"{key} is not a key; {advice_on(key, [*defaults, *top])}"
     value = first["input"]
     typed = f"{key}={shown(value)}"
-    if isinstance(value, Mapping) and value and key in defaults:
-        return f"{key} has no keys of its own, as {key}.{next(iter(value))} would be"
     if kind == "literal_error":
         choices = _choices(first)
         choices += ["null"] if key in defaults and defaults[key] is None else []
@@ -98,6 +96,4 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
     message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
     if key in defaults and defaults[key] is None:
         message += ", or null"
-    if kind in ("int_type", "float_type") and isinstance(value, str) and value.replace(".", "").isdigit():
-        message += "; leave the quotes out"
     return f"{typed} must be {message}"

@@ -24,13 +24,10 @@ def _devices(value: Any) -> Any:
     return value
 
 
-def _auto_or_count(low: int, high: float, message: str) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if value != "auto" and not (type(value) is int and low <= value <= high):
-            raise ValueError(message)
-        return value
-
-    return BeforeValidator(check)
+def _count(value: Any) -> Any:
+    if value != "auto" and not (type(value) is int and value >= 1):
+        raise ValueError("must be auto or a number, as in 8")
+    return value
 
 
 def _cache(value: Any) -> Any:
@@ -106,7 +103,6 @@ def _columns(value: Any) -> Any:
     return names if isinstance(value, list) else names[0]
 
 
-_COUNT = _auto_or_count(1, float("inf"), "must be auto or a number, as in 8")
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
@@ -115,7 +111,7 @@ PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _COUNT]
+MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
 Workers = Annotated[int, Field(ge=0, le=256)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]

@@ -9,25 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
-from trainer.recipe.other_names import OTHER_NAMES
-from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
+from trainer.recipe.other_names import advice_on
+from trainer.recipe.recipe_files import shipped_recipes
 from trainer.recipe.reflection import READERS, choices, defaults, unread
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
-from trainer.recipe.text import nearest, typed
+from trainer.recipe.text import typed
 
-FILE = "recipe.schema.json"
-MODELINE = "# yaml-language-server: $schema="
 USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_large")
-
-
-def schema_file() -> Path:
-    """The file of the shipped schema."""
-    return shipped_folder() / FILE
 
 
 def json_schema() -> dict[str, Any]:
@@ -109,9 +101,7 @@ def shown_keys(word: str | None = None) -> str:
     chosen = [key for key in keys().values() if word is None or word in _names(key)]
     if not chosen:
         known = [each for key in keys().values() for each in (key.name, *_names(key)[2:])]
-        guess = OTHER_NAMES.get(str(word).replace("-", "_"), "").partition("=")[0] or nearest(str(word), known)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise RecipeError(f"recipes keys {word}: no key and no section; {hint}recipes keys shows all")
+        raise RecipeError(f"recipes keys {word}: no key; {advice_on(str(word).replace('-', '_'), known)}")
     names, defaults = max(len(key.name) for key in chosen), max(len(key.default) for key in chosen)
     lines = []
     for section, comment in sections().items():

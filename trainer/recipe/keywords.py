@@ -30,14 +30,6 @@ def nested(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return tree
 
 
-def as_keyword(line: str, keywords: Mapping[str, Any]) -> str:
-    """A message about a misspelt keyword, with the right one as Python has it: optimizer__lr, not optimizer.lr."""
-    match = re.search(r"(\S+) is not a key; did you mean (\S+)\?$", line)
-    if match is None or match[1].replace(".", "__") not in keywords:
-        return line
-    return line[: match.start(2)] + match[2].replace(".", "__") + "?"
-
-
 def _plain(value: Any, key: str) -> Any:
     """A program's value as YAML has it: a path is text, a tuple a list, NumPy's and torch's numbers are numbers."""
     if value is None or isinstance(value, bool):

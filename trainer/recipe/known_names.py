@@ -49,27 +49,18 @@ def check_names(recipe: Recipe) -> None:
 
 def check_model_name(name: str) -> None:
     """Refuse a model name that neither this package nor torchvision has, nor timm where it begins with timm:."""
-    if name.startswith(TIMM):
-        return _check_timm_name(name)
-    known = [*SMALL_MODELS, *torchvision_classifiers()]
-    if len(known) > len(SMALL_MODELS) and name not in known:
-        guess = f"{TIMM}{name}" if name in timm_models() else nearest(name, known)
-        hint = f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}"
-        raise RecipeError(
-            f"model.name={name} is neither a small model nor a torchvision classifier; {hint} "
-            "(your own: plugin=my_module)"
-        )
-
-
-def _check_timm_name(name: str) -> None:
-    """Refuse a name, as in timm:resnet18, that timm does not have, or where timm is not installed."""
-    if find_spec("timm") is None:
+    prefixed = name.startswith(TIMM)
+    if prefixed and find_spec("timm") is None:
         raise RecipeError(f"model.name={name} needs the package timm: pip install timm")
-    known, wanted = timm_models(), name.removeprefix(TIMM).partition(".")[0]
-    if known and wanted not in known:
-        guess = nearest(wanted, known)
-        hint = f"did you mean model.name={TIMM}{guess}?" if guess else "timm.list_models() lists its models"
-        raise RecipeError(f"model.name={name} is not a model of timm; {hint}")
+    of_timm = [f"{TIMM}{each}" for each in timm_models()]
+    others = [] if prefixed else torchvision_classifiers()
+    known = of_timm if prefixed else [*SMALL_MODELS, *others]
+    plain = name.partition(".")[0] if prefixed else name  # before the tag of its weights
+    if (of_timm if prefixed else others) and plain not in known:
+        guess = f"{TIMM}{name}" if f"{TIMM}{name}" in of_timm else nearest(plain, known)
+        hint = f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}"
+        what = "no model of timm" if prefixed else "neither a small model nor a torchvision classifier"
+        raise RecipeError(f"model.name={name} is {what}; {hint} (your own: plugin=my_module)")
 
 
 def torchvision_classifiers() -> Sequence[str]:

@@ -14,18 +14,17 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.keywords import as_keyword, nested
+from trainer.recipe.keywords import nested
 from trainer.recipe.recipe_files import (
     find,
     label_of,
-    parent_of,
     read,
     shipped_recipes,
     stored,
     word_of,
     word_value,
 )
-from trainer.recipe.reflection import check_read, defaults, unread
+from trainer.recipe.reflection import check_read, defaults, differing, unread
 from trainer.recipe.removed import refuse_removed, without_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import flatten, not_utf8, one_line, shown
@@ -62,12 +61,9 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
         plain = _merged(plain, layer.tree)
     labels = _origins(layers)
     sources = {key: name if label == YOURS else label for key, label in labels.items()}
-    try:
-        loaded = validated(plain, name, sources)
-        check_read(loaded, (key for key, label in labels.items() if label == YOURS))
-        return loaded
-    except RecipeError as error:
-        raise RecipeError(as_keyword(str(error), keywords)) from None
+    loaded = validated(plain, name, sources)
+    check_read(loaded, (key for key, label in labels.items() if label == YOURS))
+    return loaded
 
 
 def origins(recipe: Source = None, *words: str) -> dict[str, str]:
@@ -155,7 +151,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
         parent = tree.pop(EXTENDS)
         if not isinstance(parent, str) or not parent:
             raise RecipeError(f"{label}: extends: {shown(parent)} must be one recipe's name or file, as in digits")
-        path = parent_of(parent, label, path)
+        path = find(parent, path.parent if path else Path(), f"{label}: extends: ").resolve()
         if path in seen:
             circle = " -> ".join([*(Path(layer.label).name for layer in reversed(chain)), parent])
             raise RecipeError(f"{label}: extends forms a circle: {circle}")
@@ -168,10 +164,10 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 def words_of(recipe: Recipe) -> list[str]:
     """What to type for a recipe: its name where it is a shipped one, and every key that differs and matters."""
     shipped = recipe.name in shipped_recipes()
-    before, now = flatten((load(recipe.name) if shipped else Recipe()).to_dict()), flatten(recipe.to_dict())
-    without = dict(unread(now, now))
-    changed = [word_of(key, value) for key, value in now.items() if value != before[key] and key not in without]
-    return [f"recipe={recipe.name}", *changed] if shipped else changed or [f"mode={recipe.mode}"]
+    changed = differing(load(recipe.name) if shipped else Recipe(), recipe)
+    without = dict(unread(flatten(recipe.to_dict()), changed))
+    words = [word_of(key, value) for key, (_, value) in changed.items() if key not in without]
+    return [f"recipe={recipe.name}", *words] if shipped else words or [f"mode={recipe.mode}"]
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:
@@ -183,9 +179,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         if key in seen:
-            shell = key == "data.root" and word.endswith((".tar", ".parquet"))
-            keep = "your shell expanded it into them: quote a pattern, as data.root='...*.tar'" if shell else "keep one"
-            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': {keep}")
+            raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': keep one")
         if not value:
             raise RecipeError(f"{key}= is empty: write a value, or leave it out")
         seen[key] = word

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from trainer.recipe.text import misspelt
+from trainer.recipe.text import nearest
 
 # Each key of ours, or word, with what torchvision's references, timm, Lightning, Keras and Hugging Face call it.
 _THEIRS = {
@@ -47,8 +47,8 @@ def advice_on(name: str, known: Collection[str]) -> str:
     if guess is None:
         within = [key for key in known if dot and key.startswith(f"{section}.")]
         same = [key for key in known if key.rpartition(".")[2] == last and last != "name"]
-        guess = misspelt(name.lower(), within) or (same[0] if len(same) == 1 else None)
-        guess = guess or misspelt(last if within else name.lower(), known)
+        guess = nearest(name.lower(), within) or (same[0] if len(same) == 1 else None)
+        guess = guess or nearest(last if within else name.lower(), known)
     if guess:
         return f"did you mean {guess}?"
     return "python -m trainer recipes keys lists them, and python -m trainer guide answers questions"

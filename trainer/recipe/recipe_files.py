@@ -16,28 +16,28 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError, without_secrets
-from trainer.recipe.reflection import is_text, kinds
+from trainer.recipe.reflection import kinds
 from trainer.recipe.text import nearest, one_line, shown, typed
 
+# YAML's own, in C where it is there, as OmegaConf takes it: it also takes a tab before a value.
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
 
 
-def find(recipe: str) -> Path:
-    """The file that `recipe=` names: a shipped name, a file, or a run folder holding recipe.yaml."""
+def find(name: str, folder: Path = Path(), said: str = "recipe=") -> Path:
+    """The file that `recipe=` names, or `extends:` in a file of `folder`: a shipped name, a file, or a run folder."""
     shipped = shipped_recipes()
-    if recipe in shipped:
-        return shipped[recipe]
     try:
-        path = Path(recipe).expanduser()
-        if (path / "recipe.yaml").is_file():
-            return path / "recipe.yaml"
-        if path.is_file():
-            return path
+        beside = folder / Path(name).expanduser()
+        for file in (shipped.get(name, beside / "recipe.yaml"), beside):
+            if file.is_file():
+                return file
     except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"recipe={recipe[:80]!r} cannot be read: {one_line(error)}") from None
-    guess = _nearest_shipped(recipe)
-    hint = f"did you mean recipe={guess}? " if guess else ""
-    raise RecipeError(f"recipe={recipe}: no such recipe or file; {hint}shipped: python -m trainer recipes")
+        raise RecipeError(f"{said}{shown(name)} cannot be read in {folder.absolute()}: {one_line(error)}") from None
+    guess = nearest(Path(name).stem, shipped)
+    hint = f"did you mean {said.rpartition(': ')[2] or 'extends: '}{guess}? " if guess else ""
+    where = "" if said == "recipe=" else f" in {folder.absolute()}"
+    raise RecipeError(f"{said}{name}: no such recipe or file{where}; {hint}shipped: python -m trainer recipes")
 
 
 @cache
@@ -52,60 +52,27 @@ def shipped_folder() -> Path:
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
-def _nearest_shipped(name: str) -> str | None:
-    """The shipped recipe that is meant by a name, or by a path as recipes/digits.yaml."""
-    return nearest(name, shipped_recipes()) or nearest(Path(name).stem, shipped_recipes())
-
-
-def describe(path: Path) -> str:
-    """A recipe's first comment line."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.lstrip("# ").strip() if first.startswith("#") else ""
-
-
 def label_of(path: Path) -> str:
     """What messages call a file: the name of a shipped recipe, else its path."""
     file = shipped_recipes().get(path.stem)
     return path.stem if file is not None and path.resolve() == file.resolve() else str(path)
 
 
-def parent_of(name: str, label: str, child: Path | None) -> Path:
-    """The file that `extends: name` names: a shipped recipe, or a path relative to the folder of the child's file."""
-    shipped = shipped_recipes()
-    folder = child.parent if child is not None else Path()
-    try:
-        beside = folder / Path(name).expanduser()
-        for file in (shipped.get(name, beside), beside / "recipe.yaml"):
-            if file.is_file():
-                return file.resolve()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{label}: extends: {shown(name)} cannot be read: {one_line(error)}") from None
-    guess = _nearest_shipped(name)
-    hint = f"did you mean extends: {guess}? " if guess else ""
-    raise RecipeError(
-        f"{label}: extends: {shown(name)} is neither a recipe nor a file in {folder.absolute()}; "
-        f"{hint}shipped: python -m trainer recipes"
-    )
-
-
 def read(path: Path) -> Any:
     """A file's tree. Raises RecipeError where it holds no recipe, with the line and what to write there."""
-    text = ""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(f"{path}: {path.stat().st_size} bytes is too large for a recipe (at most {MAX_BYTES})")
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        bare = isinstance(yaml.compose(text, Loader=_loader()), yaml.ScalarNode)  # OmegaConf takes a text for a key
+        bare = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)  # OmegaConf takes a text for a key
         tree = None if bare else OmegaConf.to_container(OmegaConf.load(path))
         tree = stored(tree) if path.name == "recipe.yaml" else tree
     except UnicodeDecodeError as error:
-        if b"\x00" in error.object and not error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise RecipeError(f"{path}: a binary file, not a YAML recipe") from None
         line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError(f"{path}: line {line}: not UTF-8: save the file as UTF-8 text in your editor") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: {_explained(error, text)}") from None
+        raise RecipeError(f"{path}: {_explained(error)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or 'holds no key: value pairs'}") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -127,7 +94,7 @@ def stored(tree: Any) -> Any:
 def check_shape(text: str, name: str) -> None:
     """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
     depth = aliases = 0
-    for event in yaml.parse(text, Loader=_loader()):
+    for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:
@@ -136,11 +103,8 @@ def check_shape(text: str, name: str) -> None:
             raise RecipeError(f"{name}: write the value itself, ${{...}} is not expanded")
 
 
-def _explained(error: Exception, text: str) -> str:
+def _explained(error: Exception) -> str:
     """What is wrong with a file's YAML: the line, and what it ought to look like."""
-    if isinstance(error, yaml.reader.ReaderError):
-        line = text.count("\n", 0, error.position) + 1
-        return f"line {line}: it contains an invisible character: remove it"
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return one_line(error)
@@ -148,11 +112,6 @@ def _explained(error: Exception, text: str) -> str:
     if context.startswith("while scanning") or "flow" in context:  # there begins what is not ended
         mark, problem = getattr(error, "context_mark", mark), f"{context}, {problem}"
     return f"line {mark.line + 1}: {problem}; write key: value, indent keys alike, put a text with ': ' in quotes"
-
-
-def _loader() -> Any:
-    """YAML's own, in C where it is there, as OmegaConf takes it: it also takes a tab before a value."""
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
@@ -204,4 +163,4 @@ def word_value(key: str, text: str) -> Any:
 
 def word_of(key: str, value: Any) -> str:
     """The word that sets a key to a value, as `word_value` reads it again."""
-    return f"{key}={value if is_text(key) and isinstance(value, str) else typed(value)}"
+    return f"{key}={value if isinstance(value, str) and str in kinds().get(key, ()) else typed(value)}"

@@ -8,20 +8,20 @@ from pathlib import Path
 from trainer.errors import RecipeError
 from trainer.recipe.key_reference import keys, schema_text, sections, shown_keys
 from trainer.recipe.loading import load, origins
-from trainer.recipe.recipe_files import describe, shipped_recipes
+from trainer.recipe.recipe_files import shipped_recipes
+from trainer.recipe.reflection import differing
+from trainer.recipe.schema import Recipe
 from trainer.recipe.text import flatten, nearest, typed
 
 COLUMN = 34  # where comments start, unless a value reaches it
-VERBS = ("list", "show", "keys", "schema")
+VERBS = ("keys", "schema")
 
 
 def command(words: Sequence[str]) -> str:
     """What `recipes` followed by these words prints. Raises RecipeError: they are none of `recipes --help`."""
-    verb, rest = (words[0], words[1:]) if words else ("list", [])
-    if verb == "list" and not rest:
+    if not words:
         return listed() + "\n"
-    if verb == "show" and rest:
-        verb, rest = rest[0], rest[1:]
+    verb, rest = words[0], words[1:]
     if verb == "keys":
         if len(rest) > 1:
             raise RecipeError(f"recipes keys takes one section or key, not {len(rest)}: type recipes keys {rest[0]}")
@@ -40,13 +40,14 @@ def listed(indent: str = "") -> str:
     """The shipped recipes with a line each."""
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
-    return "\n".join(f"{indent}{name:{width}}  {describe(path)}" for name, path in shipped.items())
+    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in shipped.items()}
+    return "\n".join(f"{indent}{name:{width}}  {line}" for name, line in lines.items())
 
 
 def commented(name: str, *words: str) -> str:
     """A recipe with every key as YAML that `load` accepts, each with its comment and who set it."""
     recipe, sources = load(name, *words), origins(name, *words)
-    known, comments = keys(), sections()
+    known, comments, changed = keys(), sections(), differing(Recipe(), recipe)
     lines = [f"# {recipe.name} with every key; `<- x` says that x set it, the rest is the default"]
     section = ""
     for key, value in flatten(recipe.to_dict()).items():
@@ -54,7 +55,7 @@ def commented(name: str, *words: str) -> str:
         if parent and parent != section:
             lines.append(_line(f"{parent}:", comments[parent]))
         section = parent
-        arrow = f"  <- {sources[key]}" if key in sources and typed(value) != known[key].default else ""
+        arrow = f"  <- {sources[key]}" if key in sources and key in changed else ""
         lines.append(_line(f"{'  ' if parent else ''}{last}: {typed(value)}", known[key].comment + arrow))
     return "\n".join(lines) + "\n"
 

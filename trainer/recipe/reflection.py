@@ -40,20 +40,10 @@ def defaults() -> dict[str, Any]:
     return flatten(Recipe().to_dict())
 
 
-def sections() -> tuple[str, ...]:
-    """Names of the sections: model, data, ..."""
-    return tuple(dict.fromkeys(key.partition(".")[0] for key in defaults() if "." in key))
-
-
 @functools.cache
 def kinds() -> dict[str, tuple[Any, ...]]:
     """What each key takes: int, float, bool, str, list, type(None) and Literals; list[str] stands beside its list."""
     return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
-
-
-def is_text(key: str) -> bool:
-    """Whether a key takes any text."""
-    return str in kinds().get(key, ())
 
 
 @functools.cache
@@ -101,13 +91,17 @@ def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
         )
 
 
-def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys in which two recipes differ and a continued run may not, with (old, new) values."""
+def differing(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two recipes differ, with their (old, new) values."""
     before, now = flatten(old.to_dict()), flatten(new.to_dict())
+    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
+
+
+def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Those of the differing keys that a continued run may not change."""
     free = set(FREE_ON_RESUME)
     if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
         free |= {"data.cache"}
     if old.data.image_column is None:  # earlier versions looked for the columns: those that are typed are compared
         free |= {"data.image_column"} | ({"data.label_column"} if old.data.label_column is None else set())
-    changed = {key: (before[key], value) for key, value in now.items() if before[key] != value}
-    return {key: values for key, values in changed.items() if not {key, key.partition(".")[0]} & free}
+    return {key: pair for key, pair in differing(old, new).items() if not {key, key.partition(".")[0]} & free}

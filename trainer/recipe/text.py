@@ -22,29 +22,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or None when none is."""
-    options = list(choices)
-    # A key without its section, or a section's key on the wrong level.
-    alike = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    best = alike + close if "." not in word else close + alike
-    return best[0] if best else None
+    """The choice that `word` is with a slip or two, or None; a key may be written without its section."""
 
+    def alike(choice: str) -> float:
+        forms = {choice.lower(), choice.lower().rpartition(".")[2]}
+        return max(difflib.SequenceMatcher(None, word.lower(), form).ratio() for form in forms)
 
-def misspelt(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` is with a slip or two, or whose longer half it shares; None where it is only alike.
-
-    `nearest` alone finds predict for rect and pe for nope.
-    """
-    guess = nearest(word, choices)
-    if guess is None:
-        return None
-    choice, written = guess.lower(), word.lower()
-    if "." not in written:
-        choice = choice.rpartition(".")[2]
-    alike = difflib.SequenceMatcher(None, written, choice).ratio()
-    begin = next((n for n in range(len(written)) if written[: n + 1] != choice[: n + 1]), len(written))
-    return guess if alike >= 0.8 or (begin and alike >= 0.74) or (begin >= 4 and alike >= 0.6) else None
+    best = max(choices, key=alike, default="")
+    return best if best and alike(best) >= 0.77 else None
 
 
 def neighbours(size: int, step: int) -> str:

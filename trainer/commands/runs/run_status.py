@@ -16,7 +16,7 @@ import yaml
 
 from trainer.errors import RecipeError
 from trainer.recipe.recipe_files import MAX_ALIASES, MAX_BYTES, stored
-from trainer.recipe.text import misspelt
+from trainer.recipe.text import nearest
 from trainer.saving import locks
 from trainer.saving.files import read, read_json, why
 
@@ -137,6 +137,6 @@ def named(name: str, home: Path) -> RunSummary:
         raise RecipeError(
             f"{there[0]} is no run's folder, or cannot be read: python -m trainer runs lists those below ./runs"
         )
-    guess = misspelt(Path(name).name, os.listdir(home) if home.is_dir() else ())
+    guess = nearest(Path(name).name, os.listdir(home) if home.is_dir() else ())
     hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
     raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")

@@ -20,7 +20,7 @@ from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names
 from trainer.recipe.recipe_files import positive_integer, split_words
-from trainer.recipe.reflection import defaults, is_text
+from trainer.recipe.reflection import defaults, kinds
 from trainer.recipe.text import shown
 
 LAUNCH = ("recipe", "nproc", "plugin", "max_restarts")  # words of training that no recipe holds
@@ -140,7 +140,7 @@ def _varied(array: str | None) -> list[str]:
         return []
     key, _, text = array.partition(":")
     try:
-        values = yaml.load(text, yaml.BaseLoader if is_text(key) else yaml.SafeLoader)
+        values = yaml.load(text, yaml.BaseLoader if str in kinds().get(key, ()) else yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
         values = None
     if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):

@@ -255,11 +255,10 @@ def _changed(before: Mapping[str, Any], asked: Mapping[str, Any], free: Collecti
     changed = [key for key in plain if before.get(key) != asked.get(key)]
     if "settings" in asked:
         try:
-            stored = (load_stored(part["settings"], "settings").to_dict() for part in (before, asked))
-            old, new = map(recipes.flatten, stored)
+            old, new = (load_stored(part["settings"], "settings") for part in (before, asked))
         except (RecipeError, KeyError):
             return [*changed, "settings"]
-        changed += [key for key in new if old[key] != new[key] and not {key, key.partition(".")[0]} & {*free}]
+        changed += [key for key in recipes.differing(old, new) if not {key, key.partition(".")[0]} & {*free}]
     return changed
 
 

@@ -109,10 +109,10 @@ def run(words: Sequence[str]) -> int:
     home = import_module(COMMANDS[command].home)
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
-    answer: int | str = home.command(rest)
-    if isinstance(answer, int):
-        return answer
-    _show(answer if command in AS_THEY_ARE else as_typed(answer))
+    told: int | str = home.command(rest)
+    if isinstance(told, int):
+        return told
+    _show(told if command in AS_THEY_ARE else as_typed(told))
     return 0
 
 

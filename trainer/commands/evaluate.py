@@ -14,7 +14,7 @@ from trainer.models.zoo import fitted
 from trainer.modes import Context
 from trainer.processes.resources import locate
 from trainer.processes.terminal import say
-from trainer.processes.world import PATIENCE
+from trainer.processes.world import DATA_PATIENCE
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import split_words
 from trainer.saving.run_names import run_named
@@ -58,7 +58,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     )
     check_processes(recipe, world.size)
     world.connect(recipe.timeout)
-    data = world.all_or_none(lambda: trained.data(recipe, part == "test"), PATIENCE)
+    data = world.all_or_none(lambda: trained.data(recipe, part == "test"), DATA_PATIENCE)
     check_same_images(world, data)
     task = task_of(recipe, data)
     model = model_of(recipe, task, data, starting=False)

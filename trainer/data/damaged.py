@@ -19,7 +19,7 @@ from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.decoding import formats, reason, without_warnings
 from trainer.data.photos.photo_reader import held_out
 from trainer.data.sets import Datasets, ImageSet
-from trainer.processes.world import PATIENCE, World
+from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.saving import files
 from trainer.saving.files import csv_text, portable
@@ -38,7 +38,7 @@ def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
     """The same set, with what was found to be damaged in `damaged` and in a note, the same on every rank. Collective.
     Raises SetupError.
     """
-    mine = world.all_or_none(lambda: _look(data, recipe, world), PATIENCE)
+    mine = world.all_or_none(lambda: _look(data, recipe, world), DATA_PATIENCE)
     damaged = tuple(world.broadcast_object(sorted(file for part in world.gather(mine) for file in part)))
     if not damaged:
         return data

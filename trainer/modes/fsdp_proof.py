@@ -19,7 +19,7 @@ from trainer.models.blocks import hold_statistics
 from trainer.models.equivalence import Passes, Tensors, check_equivalent, fewest_rows, observe
 from trainer.models.norms import training_norms
 from trainer.modes.base import Strategy
-from trainer.processes.world import PATIENCE
+from trainer.processes.world import DATA_PATIENCE
 
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
 FLOOR = 1e-2  # of the whole model's gradient
@@ -44,7 +44,7 @@ def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | 
             return None
         return fewest_rows(most, lambda rows: passes(max(rows, least)), strategy.context.say, name)
 
-    return strategy.world.all_or_none(on_main, PATIENCE)
+    return strategy.world.all_or_none(on_main, DATA_PATIENCE)
 
 
 def _passes(strategy: Strategy, model: nn.Module, rows: int, **options: Any) -> Passes:

@@ -1,7 +1,8 @@
 """Parents and siblings as the kernel knows them: who dies with whom, which rank lives, which is stopped. Linux only.
 
 A rank that is gone or stopped cannot say so. Its siblings see it: they have the same launcher for a parent. Commands
-that this process starts never outlive it; workers that are forked come from `fork_server`, ranks from torch's launcher.
+that this process starts never outlive it; workers and ranks that are forked come from `fork_server`, ranks on behalf of
+torch's launcher.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
-PATIENCE = 86400.0  # seconds that a rank waits for machines which still look for their photos, fetch or cache them
+DATA_PATIENCE = 86400.0  # seconds that a rank waits for machines which still look for their photos, fetch or cache them
 FIRST_EXCHANGE = 60.0  # seconds, once all ranks are there
 NCCL_LATER = datetime.timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"

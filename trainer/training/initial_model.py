@@ -19,7 +19,7 @@ from trainer.data.photos.photo_reader import private_draws
 from trainer.errors import RecipeError
 from trainer.models.shapes import built_on_meta, description
 from trainer.models.zoo import build, fitted, known_classes
-from trainer.processes.world import PATIENCE, World
+from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving.checkpoint import State
@@ -64,13 +64,13 @@ def _whole_on_rank_0(
     A model that cannot be built there is built whole on every rank.
     """
     before = random_states([])
-    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(alike), PATIENCE)
+    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(alike), DATA_PATIENCE)
     digest = description(model) if model is not None else ""
     if digest != world.broadcast_object(digest) and model is not None:
         model, reason = None, "without values it is another model"
     elif model is not None and not world.is_main and not any(tensor.is_meta for tensor in model.parameters()):
         reason = "it was given as a module: give the function or class that makes it"
-    reason = next(filter(None, world.wait_for(reason, PATIENCE)), "")
+    reason = next(filter(None, world.wait_for(reason, DATA_PATIENCE)), "")
     if reason:
         say(f"model.name={name} is built whole by each rank of a machine, which takes memory for each: {reason}")
     if model is None:

@@ -83,11 +83,11 @@ def train_epoch(run: Run, epoch: int) -> None:
     recipe, strategy, steps, state = run.recipe, run.strategy, run.steps, run.state
     history, per_epoch = state.history, run.resolved.steps_per_epoch
     rate = learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
-    weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
+    loss_weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
     batches = run.loader.training(epoch, start, stop)
-    sync = RankSync(run)
+    rank_sync = RankSync(run)
     run.interrupts.beat()
     strategy.train()
     steps.check()
@@ -108,7 +108,7 @@ def train_epoch(run: Run, epoch: int) -> None:
             waited += run.timer.arrive()
             if step == 1 and micro == 0:
                 presenting.first_batch(run, batch)
-            part = steps.forward_backward(batch, weight, sync=micro == recipe.accumulate - 1)
+            part = steps.forward_backward(batch, loss_weight, sync=micro == recipe.accumulate - 1)
             loss = part if loss is None else loss + part
         assert loss is not None
         strategy.reduce_gradients()
@@ -122,8 +122,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         state.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
         save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
-        if log or save or step >= sync.next:
-            agreed, steps_since = sync.after_step(log), len(unlogged)
+        if log or save or step >= rank_sync.next:
+            agreed, steps_since = rank_sync.after_step(log), len(unlogged)
             mean = agreed.loss / steps_since
             with run.ledger.span("logging"):
                 if log:

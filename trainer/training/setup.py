@@ -1,5 +1,8 @@
-"""Putting a run together, in four steps: `claim` its folder, `resolve` all that the recipe leaves open, before anything
-is built; `build` data, model, mode and optimizer; `begin`. For training, evaluating and measuring alike."""
+"""Putting a run together in four steps: `claim` meets the ranks and holds the folder, `resolve` opens the data and
+chooses what the recipe leaves open, `build` makes model, mode, optimizer and loader, `begin` writes that the run is.
+
+Evaluating and measuring share `start_process`, `task_of` and `wire`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from trainer.optim.trainable import normalises_batches, notes, roles_of
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
-from trainer.processes.world import PATIENCE, World
+from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.recipe.checks import most_rows
 from trainer.saving.journal import OTHER, START
@@ -122,7 +125,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
     world, tracker = claim.world, claim.tracker
     recipe = with_pretrained_input(typed.replace(**claim.resolved_keys))
-    data = world.all_or_none(lambda: open_datasets(recipe, claim.before), PATIENCE)
+    data = world.all_or_none(lambda: open_datasets(recipe, claim.before), DATA_PATIENCE)
     if "images" in data.notes:
         recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
     task = task_of(recipe, data)

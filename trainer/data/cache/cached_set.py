@@ -18,7 +18,7 @@ from trainer.data.photos.pixel_range import wanted_of
 from trainer.errors import DiskFullError, RecipeError
 from trainer.processes.rank import Place
 from trainer.processes.resources import cores
-from trainer.processes.world import PATIENCE, World
+from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.telemetry.readable import as_size
 
@@ -46,7 +46,7 @@ def cached(
         )
     folders = data.train, data.val
     how = _how(recipe, data, options.cache_format or "raw")
-    home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), PATIENCE)
+    home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), DATA_PATIENCE)
     train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
     recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
     return replace(data, train=train, val=val), recipe

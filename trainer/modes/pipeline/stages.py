@@ -28,7 +28,7 @@ from trainer.modes.pipeline.stage_proof import held, prove
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
-from trainer.processes.world import PATIENCE
+from trainer.processes.world import DATA_PATIENCE
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.device_memory import forget_memory, free_memory
 
@@ -75,7 +75,7 @@ class Staged(Strategy):
                 instead = "pipeline.recompute=false and pipeline.deferred_batch_norm=false"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self._held = {mode: held(self.model, mode) for mode in (True, False)}
-        self.world.all_or_none(lambda: prove(self, traced) if self.world.is_main else None, PATIENCE)
+        self.world.all_or_none(lambda: prove(self, traced) if self.world.is_main else None, DATA_PATIENCE)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
 

@@ -1,4 +1,4 @@
-"""The one fork server of a process: loader and pool workers and our launcher's ranks are forked from it in milliseconds.
+"""The one fork server of a process: loader and pool workers and our ranks are forked from it, in milliseconds.
 
 This process itself is not forked: after OpenMP or CUDA has started, the child hangs. Signals that reach the whole
 process group (Ctrl-C, torchrun's SIGTERM, a terminal that closes) mean the parent, which still finishes its step and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from tests.command_line import QUIET, losses
+from tests.command_line import PROJECT, QUIET, losses, ok, trainer
 from trainer import load_recipe
 from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
@@ -57,6 +58,7 @@ TIMM = {
     "ghostnet_100": 32,
     "xcit_nano_12_p16_224": 32,
 }
+UNCUT = ("levit_128s", "mobilevit_xxs")  # they compute other things in evaluation, or look at their inputs' sizes
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
 full = pytest.mark.full("every family")
 SAMPLE = ("mnasnet", "googlenet")  # which torchvision loads in a way of their own
@@ -67,6 +69,10 @@ CASES = [
         for name, size in TIMM.items()
     ),
 ]
+SPLIT = ["mode=split", "devices=[cpu,cpu]"]
+STREAMS = ["mode=pipeline", "pipeline.schedule=streams", "devices=[cpu,cpu]", "pipeline.microbatches=2"]
+RANKS = ["mode=pipeline", "pipeline.schedule=1f1b", "nproc=2", "pipeline.microbatches=2"]
+DDP = ["mode=ddp", "nproc=2"]
 PLAIN = ["data.name=synthetic", "data.samples=8", "data.val_samples=6", "model.num_classes=3", "batch_size=4", *QUIET]
 PLAIN += ["epochs=2", "optimizer.lr=0.001", "optimizer.momentum=0", "threads=1"]
 
@@ -106,7 +112,7 @@ def loss_by_hand(model, recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_a_family(name, size, runs):
+def test_a_family(name, size, runs, full):
     words = [f"model.name={name}", f"data.image_size={size}", *PLAIN]
     recipe = load_recipe(None, *words, "mode=single", f"output={runs}/single")
     trained, rows = train(recipe), losses(runs / "single")
@@ -117,6 +123,22 @@ def test_a_family(name, size, runs):
         assert evaluate_run(str(weights))["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-4)
     model = bare(runs / "single" / "last.safetensors")
     assert loss_by_hand(model, recipe) == pytest.approx(trained["val_loss"], rel=1e-3)
+    if not full:
+        return
+    for mode, extra in {"split": SPLIT, "streams": STREAMS, "ranks": RANKS, "ddp": DDP}.items():
+        if name.removeprefix("timm:") in UNCUT and mode != "ddp":
+            refused = trainer(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
+            assert refused.returncode == 2 and "model.name=" in refused.stderr
+            continue
+        ok(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
+        own = losses(runs / mode)
+        assert len(own) == 4 and all(map(math.isfinite, own))
+        assert mode != "split" or own == pytest.approx(rows, rel=1e-3)
+        shutil.rmtree(runs / mode / "checkpoints" / "step-00000004")
+        ok(*words, "mode=single", "resume=auto", f"output={runs}/{mode}", cwd=PROJECT)
+        assert losses(runs / mode)[:2] == own[:2]
+        bare(runs / mode / "last.safetensors")
+        shutil.rmtree(runs / mode)
 
 
 def test_every_family_of_torchvision_is_here():

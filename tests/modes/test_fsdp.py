@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -10,7 +11,8 @@ import pytest
 from torch import nn
 
 from tests import warm
-from tests.command_line import environment, ok
+from tests.command_line import PROJECT, environment, ok
+from tests.models import test_families
 from tests.modes.ways import EXACT
 from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
 from trainer.errors import RecipeError
@@ -230,3 +232,28 @@ def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_pa
             assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
         assert [*told["refused"]] == [*told["tried"]], "it trains wrongly"
         assert all("mode=ddp" in line and "model.name" in line for line in told["refused"].values())
+
+
+TORCHVISION = [f"{name}:{size}" for name, size in test_families.FAMILIES.values()]
+TIMM = [f"timm:{name}:{size}" for name, size in test_families.TIMM.items()]
+
+
+@pytest.mark.full("every family")
+def test_a_family_in_shards_is_the_whole_model(tmp_path):
+    """In double precision: losses, which are in single, and gradient norms of two steps, and outputs in evaluation."""
+    cases = [*TORCHVISION, *(TIMM if importlib.util.find_spec("timm") else [])]
+    script = PROJECT / "tests" / "modes" / "sharded_families.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = warm.run(
+        [*command, str(tmp_path), *cases],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=7200,
+        cwd=PROJECT,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "families.json").read_text())
+    assert {*found} == {case.rpartition(":")[0] for case in cases}
+    apart = {name: told for name, told in found.items() if isinstance(told, str) or max(told) > 1e-6}
+    assert apart == {}

@@ -45,13 +45,6 @@ def two_ranks(tmp_path, what):
     return trainer(*words, env=known, cwd=tmp_path)
 
 
-def test_where_one_could_not_the_other_does_not_try(tmp_path):
-    done = two_ranks(tmp_path, FAIL)
-    assert done.returncode == 3 and done.stderr.count("Downloading") == 1, done.stderr
-    assert re.search(r"model\.weights=DEFAULT .*the line broke.*https://", done.stderr)
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and then nothing", b"<html>no such file</html>"])
 def test_a_damaged_file_is_named(hub, content):
     hub.mkdir(parents=True)

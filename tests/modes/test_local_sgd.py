@@ -111,7 +111,7 @@ def test_an_averaging_is_a_step_of_torchs_sgd_towards_the_weighted_average(lr, m
         strategy = build(world, "local_sgd.every=2", f"local_sgd.outer_lr={lr}", f"local_sgd.outer_momentum={momentum}")
         frozen = strategy.module[3].bias
         frozen.requires_grad = False
-        strategy.finish()
+        strategy.connect()
         assert "3.bias//anchor" not in strategy.outer_state()
         generator = torch.Generator().manual_seed(world.rank)
         history = [clones(tensors(strategy))]

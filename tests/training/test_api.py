@@ -49,7 +49,7 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
     [
         ("digitz", {}, "recipe=digitz: no such recipe or file; did you mean recipe=digits?"),
         ("digits", {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
-        ("digits", {"model": "mpl", "mode": "single"}, "model.name=mpl is not a model; did you mean mlp?"),
+        ("digits", {"model": "mlpp", "mode": "single"}, "model.name=mlpp is not a model; did you mean mlp?"),
         ("digits", {"nproc": "two"}, "nproc=two must be a whole number"),
         ("digits", {"on_epoch": 1}, "on_epoch= is a function of one report, not int"),
         (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),

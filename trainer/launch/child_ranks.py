@@ -19,7 +19,7 @@ from trainer.processes import family
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import fresh_folder
 
-DRAIN = 1.0  # seconds that output may take to arrive after the child's end
+DRAIN = 5.0  # seconds that output may take to arrive after the child's end
 
 
 def train_in_children(

@@ -100,8 +100,7 @@ def shown_keys(word: str | None = None) -> str:
     """The reference as lines for a terminal: all of it, a section, or the keys of that name."""
     chosen = [key for key in keys().values() if word is None or word in _names(key)]
     if not chosen:
-        known = [each for key in keys().values() for each in (key.name, *_names(key)[2:])]
-        raise RecipeError(f"recipes keys {word}: no key; {advice_on(str(word).replace('-', '_'), known)}")
+        raise RecipeError(f"recipes keys {word}: no key; {advice_on(str(word).replace('-', '_'), keys())}")
     names, defaults = max(len(key.name) for key in chosen), max(len(key.default) for key in chosen)
     lines = []
     for section, comment in sections().items():

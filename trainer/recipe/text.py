@@ -24,12 +24,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` is with a slip or two, or None; a key may be written without its section."""
 
-    def alike(choice: str) -> float:
+    def alike(choice: str) -> tuple[float, int]:
         forms = {choice.lower(), choice.lower().rpartition(".")[2]}
-        return max(difflib.SequenceMatcher(None, word.lower(), form).ratio() for form in forms)
+        ratio = max(difflib.SequenceMatcher(None, word.lower(), form).ratio() for form in forms)
+        return ratio, next((n for n, pair in enumerate(zip(word, choice, strict=False)) if len({*pair}) > 1), 0)
 
     best = max(choices, key=alike, default="")
-    return best if best and alike(best) >= 0.77 else None
+    return best if best and alike(best)[0] >= 0.75 else None
 
 
 def neighbours(size: int, step: int) -> str:

@@ -77,8 +77,8 @@ class Child:
         steps, every = int(words.get("max_steps", 8)), int(words.get("logging.every_steps", 4))
         factor = machine.rounding if words.get("accumulate") == "2" else machine.losses.get(mode, 1.0)
         losses = [factor * 2.0 / step for step in range(1, steps + 1)]
-        lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec"]
-        lines += [f"{n},0,{n / 10},{losses[n - 1]},0.1,{rate}" for n in range(every, steps + 1, every)]
+        lines = ["step,epoch,seconds,train_loss,lr,samples_per_sec,skipped"]
+        lines += [f"{n},0,{n / 10},{losses[n - 1]},0.1,{rate},0" for n in range(every, steps + 1, every)]
         (self.path / "steps.csv").write_text("\n".join(lines) + "\n")
         for name in ("last.safetensors", "checkpoints/step-1/model"):
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -140,7 +140,7 @@ def test_users_choose_cuts_by_name():
 @pytest.mark.parametrize(
     ("wanted", "stages", "says"),
     [
-        (["layer3.2"], 2, r"layer3.2 is not a usable cut; did you mean layer3.1\? .*layer4.0, flatten"),
+        (["layer3.2"], 2, r"layer3.2 is not a usable cut; did you mean layer3.\d\? .*layer4.0, flatten"),
         (["layer1.0.conv1"], 2, "layer1.0.conv1 is not a usable cut"),
         (["layer3.0"], 3, r"\[layer3.0\] has 1 names and 3 stages need 2"),
         (["layer3.0", "layer2.0"], 3, r"use pipeline.cuts=\[layer2.0,layer3.0\]"),

@@ -46,7 +46,7 @@ def test_without_cuda_it_says_that_it_passes_through(drives, rows, says):
     strategy = parallel((CPU,) * drives, rows)
     note = strategy.notes()["note"]
     assert says in note and "mode=ddp" in note
-    assert strategy.facts() == {"data_parallel": {"devices": 1, "pass_through": True}}
+    assert strategy.result_fields() == {"data_parallel": {"devices": 1, "pass_through": True}}
     assert strategy.notes()["shapes"] == (
         f"in ({rows}, 1, 2, 2) outside, ({rows}, 1, 2, 2) inside; out ({rows}, 3) inside, ({rows}, 3) outside"
     )
@@ -85,7 +85,7 @@ def test_rows_reach_the_gpus(cards):
         pytest.skip(f"needs {cards} CUDA devices")
     drives = tuple(torch.device("cuda", index) for index in range(cards))
     strategy = parallel(drives, 30)
-    assert strategy.facts() == {"data_parallel": {"devices": cards, "pass_through": False}}
+    assert strategy.result_fields() == {"data_parallel": {"devices": cards, "pass_through": False}}
     assert "for comparison" in strategy.notes()["note"]
     inside = re.search(r"outside, (.*) inside; out", strategy.notes()["shapes"])[1]
     assert inside == ", ".join([f"({30 // cards}, 1, 2, 2)"] * cards)

@@ -309,7 +309,7 @@ def test_what_a_stage_raises_is_told_as_anywhere_else(tmp_path):
 def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first):
     recipe = load(None, *words.split())
     facts = {"pipeline": {"split_size": recipe.pipeline.split_size}}
-    strategy = SimpleNamespace(share=DataShare(0, parts), facts=lambda: facts)
+    strategy = SimpleNamespace(share=DataShare(0, parts), result_fields=lambda: facts)
     observer = SimpleNamespace(model=SimpleNamespace(batch_norm=norms))
     said = few_for_batch_norm(SimpleNamespace(recipe=recipe, strategy=strategy, observer=observer, world=None))
     if images is None:

@@ -29,7 +29,7 @@ def spoken(known, capsys):
     facts |= {"folder": "x", **known}
     world = SimpleNamespace(devices=("cpu:0", "cpu:1"))
     tracker.path = "my run"
-    observer, recipe = SimpleNamespace(facts=facts), SimpleNamespace(name="r", mode="ddp")
+    observer, recipe = SimpleNamespace(banner_lines=facts), SimpleNamespace(name="r", mode="ddp")
     banner.say(SimpleNamespace(tracker=tracker, observer=observer, world=world, recipe=recipe))
     return capsys.readouterr().out.splitlines()
 

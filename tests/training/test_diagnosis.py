@@ -138,7 +138,7 @@ class Simulated:
     def nothing(self, *_):
         return {}
 
-    train = modules = reduce_gradients = facts = nothing
+    train = modules = reduce_gradients = result_fields = nothing
 
     def communication(self, *_):
         return Communication(0.0)

@@ -298,7 +298,7 @@ class Strategy:
         """Lines of the banner that this mode adds, by their title."""
         return {}
 
-    def facts(self) -> dict[str, Any]:
+    def result_fields(self) -> dict[str, Any]:
         """Keys of result.json that this mode adds or fills."""
         return {}
 

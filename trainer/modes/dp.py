@@ -71,6 +71,6 @@ class DataParallel(Strategy):
             how += "no speed to compare; mode=ddp is faster"
         return {"note": how, "shapes": self.shapes}
 
-    def facts(self) -> dict[str, Any]:
+    def result_fields(self) -> dict[str, Any]:
         devices = 1 if self.passes_through else len(self.world.drives)
         return {"data_parallel": {"devices": devices, "pass_through": self.passes_through}}

@@ -263,7 +263,7 @@ class FullyShardedDataParallel(Strategy):
             f"{self.largest_unit:.0%} of the weights{where}"
         }
 
-    def facts(self) -> dict[str, Any]:
+    def result_fields(self) -> dict[str, Any]:
         if self.sharded is None:
             return {}
         grid = self.world.grid

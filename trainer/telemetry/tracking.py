@@ -54,7 +54,7 @@ class NullTracker:
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
-    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
+    def print_lines(self, facts: Mapping[str, str], lines: int | None = None) -> int:
         return len(facts)
 
 
@@ -80,7 +80,7 @@ class Tracker(NullTracker):
         """Print a line, in one of the terminal's styles."""
         self._print(styled(as_typed(text), style))
 
-    def facts(self, facts: Mapping[str, str], lines: int | None = None) -> int:
+    def print_lines(self, facts: Mapping[str, str], lines: int | None = None) -> int:
         """Print what is known beside its titles, each in so many lines at most; returns how many there are."""
         printed = [(len(title) + 2, titled(title, as_typed(text), lines)) for title, text in facts.items()]
         for width, text in printed:

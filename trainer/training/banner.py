@@ -30,19 +30,19 @@ def say(run: Run) -> None:
 
     In eight lines, and more where what every run has needs them: it is never cut.
     """
-    tracker, known, where = run.tracker, run.observer.facts, few_names(run.world.devices)
+    tracker, known, where = run.tracker, run.observer.banner_lines, few_names(run.world.devices)
     head = f"trainer {VERSION}: {run.recipe.name}, {run.recipe.mode} on {where}, {known['computes']}"
     lines = textwrap.wrap(head, columns(80), subsequent_indent=" " * 12)
     tracker.say("\n".join(lines), BOLD)
     always = {title: known[title] for title in ("model", "data", "steps")}
     warnings = [title for title in WARNINGS if title in known]
     titles = [title for title in known if title not in (*warnings, *always, *DETAILS)]
-    room = max(1, ROOM + 1 - len(lines) + len(always) - tracker.facts(always))
+    room = max(1, ROOM + 1 - len(lines) + len(always) - tracker.print_lines(always))
     titles = [*warnings, *titles][:room]
     room -= len(titles)
     for title in titles:
-        room -= tracker.facts({title: known[title]}, lines=room + 1) - 1
-    tracker.facts({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
+        room -= tracker.print_lines({title: known[title]}, lines=room + 1) - 1
+    tracker.print_lines({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
 
 
 def few_names(devices: Sequence[str]) -> str:
@@ -51,7 +51,7 @@ def few_names(devices: Sequence[str]) -> str:
     return f"{len(devices)} x {kinds.pop()}" if len(devices) > 1 == len(kinds) else ", ".join(devices)
 
 
-def facts(run: Run) -> dict[str, str]:
+def banner_lines(run: Run) -> dict[str, str]:
     """What is about to run, by title."""
     recipe, world, data = run.recipe, run.world, run.datasets
     size, names = world.size, world.devices
@@ -113,7 +113,7 @@ def few_for_batch_norm(run: Run) -> str | None:
         rows = -(-rows // len(run.world.drives))
         instead.insert(0, "mode=ddp sync_bn=true")
     elif recipe.traits.micro_batches:
-        whole, rows = rows, strategy.facts()["pipeline"]["split_size"]
+        whole, rows = rows, strategy.result_fields()["pipeline"]["split_size"]
         instead = [f"pipeline.microbatches={whole // FEW} or fewer"] * (whole >= 2 * FEW) + instead
     if not run.observer.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
         return None

@@ -36,7 +36,7 @@ def diagnose(run: Run) -> Verdict | None:
     # A rank that waits for images or launches keeps all waiting; in the optimizer's part some wait for the last stage.
     mine = torch.tensor([waited, -update, (speed.launch_bound_fraction or 0.0) * step], dtype=torch.float64)
     data, fewest, most = world.max_(mine).tolist()
-    facts = run.strategy.facts().get("pipeline") or {}
+    facts = run.strategy.result_fields().get("pipeline") or {}
     bubble, idle = (idle_share(run, float(facts.get(f"bubble_{name}") or 0.0)) for name in ("measured", "at_most"))
     begun = time.perf_counter()
     launches, of_update = 0.0, 0.0

@@ -260,7 +260,7 @@ def finish(run: Run) -> Result:
     run.tracker.result(shared)
     (title, text), *rest = reporting.last_lines(run, shared).items()
     run.tracker.say(titled(title, text), GREEN)
-    run.tracker.facts(dict(rest))
+    run.tracker.print_lines(dict(rest))
     run.tracker.close()
     run.loader.close()
     run.forward.close()

@@ -47,7 +47,7 @@ def _notice(run: Run, kind: str, sentence: str) -> None:
     """Tell at once of what may have passed by the epoch's end, and keep it among the warnings."""
     run.noticed.announced.add(kind)
     run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
-    run.tracker.facts({"warning": sentence})
+    run.tracker.print_lines({"warning": sentence})
     run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
 
 
@@ -57,7 +57,7 @@ def tell(run: Run) -> None:
     for kind, sentence in run.noticed.warnings.items():
         if kind not in run.noticed.announced and (kind != "cores" or run.noticed.strain.seconds > LONG):
             run.noticed.announced.add(kind)
-            run.tracker.facts({"warning": sentence})
+            run.tracker.print_lines({"warning": sentence})
 
 
 def look(run: Run, over: bool) -> None:

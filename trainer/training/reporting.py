@@ -227,10 +227,10 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "goodput": run.tracker.journal.goodput(),
             "verdict": None,
             "warnings": run.noticed.warnings,
-            "facts": run.observer.facts,
+            "facts": run.observer.banner_lines,
             "versions": versions(),
             "output": str(run.tracker.path) if run.tracker.path else None,
-            **run.strategy.facts(),
+            **run.strategy.result_fields(),
         }
     )
     return plain

@@ -57,7 +57,7 @@ class Observer:
         self.timer = StepTimer(world.drives, recipe.logging.warmup_steps)
         self.noticed = Noticed(StrainMeter(world.place.local_size))
         self.memory: dict[str, int] = {}  # peak bytes per device
-        self.facts: dict[str, str] = {}  # what is about to run, by title
+        self.banner_lines: dict[str, str] = {}  # what is about to run, by title
 
 
 @dataclass

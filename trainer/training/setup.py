@@ -176,7 +176,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
-    facts = facts_of(model, resolved)
+    facts = model_facts(model, resolved)
     example = data.example(most_rows(recipe, resolved.share.count))
     context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
     strategy, updater = wire(context, model)
@@ -188,7 +188,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
 
-def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
+def model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
     """What the banner and the figures need of the whole model. Collective."""
     recipe, data = resolved.recipe, resolved.datasets
     cards = cards_of(resolved.world, recipe.precision)
@@ -210,7 +210,7 @@ def begin(run: Run) -> None:
         tracker.keep(HOLDOUT_FILE, data.holdout_table)
     if data.damaged:
         tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
-    run.observer.facts = banner.facts(run)
+    run.observer.banner_lines = banner.banner_lines(run)
     banner.say(run)
     resolved, state = run.resolved, run.state
     if resolved.checkpoint is not None:

@@ -187,14 +187,16 @@ def test_names_are_the_models_and_nothing_of_it_is_lost():
 )
 def test_what_is_said_of_micro_batches(words, said, facts):
     strategy = staged(made("cnn_gn"), (CPU, CPU), f"pipeline.cuts=['7'] {words}")
-    notes, known = strategy.notes(), strategy.facts()["pipeline"]
+    notes, known = strategy.notes(), strategy.result_fields()["pipeline"]
     assert said in notes["pipeline"] and "for correctness" in notes["note"] and notes["cuts"] == "after 7"
     assert (known["microbatches"], known["split_size"]) == facts
     assert (known["stages"], known["cuts"], known["schedule"], known["bubble_measured"]) == (2, ["7"], "streams", None)
     assert known["bubble_ideal"] == pytest.approx(1 / (facts[0] + 1))
     strategy.forward_backward(digits(), 1 / ROWS)
     figures = strategy.figures()
-    assert strategy.facts()["pipeline"]["bubble_measured"] == pytest.approx(figures["pipeline/bubble_pct"] / 100)
+    assert strategy.result_fields()["pipeline"]["bubble_measured"] == pytest.approx(
+        figures["pipeline/bubble_pct"] / 100
+    )
     # Stand-ins work one at a time: what one does the other waits.
     busy = figures["pipeline/stage0_busy_pct"] + figures["pipeline/stage1_busy_pct"]
     assert busy <= 100.001 and figures["pipeline/bubble_pct"] == pytest.approx(100 - busy / 2)

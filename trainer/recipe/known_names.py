@@ -58,7 +58,8 @@ def check_model_name(name: str) -> None:
     plain = name.partition(".")[0] if prefixed else name  # before the tag of its weights
     if (of_timm if prefixed else others) and plain not in known:
         guess = f"{TIMM}{name}" if f"{TIMM}{name}" in of_timm else nearest(plain, known)
-        hint = f"did you mean model.name={guess}?" if guess else f"small ones: {', '.join(SMALL_MODELS)}"
+        listed = "timm.list_models() lists its models" if prefixed else f"small ones: {', '.join(SMALL_MODELS)}"
+        hint = f"did you mean model.name={guess}?" if guess else listed
         what = "no model of timm" if prefixed else "neither a small model nor a torchvision classifier"
         raise RecipeError(f"model.name={name} is {what}; {hint} (your own: plugin=my_module)")
 

@@ -118,7 +118,7 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
         snapshots.save(run)
         snapshots.finish_saving(run)
     folder = run.world.broadcast_object(str(run.tracker.path))
-    again = f"; saved step {run.state.position.step}: continue with output={folder} resume=auto"
+    again = f"; saved step {run.state.position.step}: continue with recipe={folder} output={folder} resume=auto"
     saved = "" if run.speed_only else again
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it
     raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")

@@ -74,6 +74,8 @@ def _paths_of(root: str) -> tuple[list[str], str]:
             if paths and not any(map(os.path.lexists, paths[:FIRST])):
                 first = f"{shown(paths[0])}, its first line, is not the path of a file"
                 raise SetupError(f"data.root={root} is not a list of images: {first}; {wanted}")
+    except SetupError:
+        raise
     except OSError as error:
         raise SetupError(f"data.root={root} cannot be read ({files.why(error)}); {wanted}") from None
     if not paths:

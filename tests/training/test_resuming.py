@@ -45,6 +45,14 @@ def test_a_first_rank_without_what_another_saved_starts_nothing_over(words, rest
         assert "rank 1 finds checkpoints in" in said and "where rank 0 has none" in said
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_over(tmp_path):
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "epochs=2", "save.every_epochs=5", *QUIET]
+    words += [f"output={tmp_path / 'run'}"]
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:20"}).returncode
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    assert "no checkpoint yet; starting over" in ok(*words, "resume=auto").stdout
+
+
 def test_a_new_job_does_not_ask_for_the_checkpoints_of_another(tmp_path):
     assert on_two(tmp_path) == [None, None]
 

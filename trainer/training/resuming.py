@@ -34,6 +34,8 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if tracker.folder.resuming and tracker.path is not None:
         mine = checkpoint.newest(tracker.path, tracker.say)
+        if mine is None:
+            tracker.say(f"{tracker.path}: the run that was here has no checkpoint yet; starting over")
     if mine and not mine.state.part("model"):
         raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, reason="no weights"))
     state = on_every_rank(mine, world)

@@ -1,12 +1,23 @@
 """Bytes, held against what autograd keeps."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from trainer.models.balance import block_costs
-from trainer.models.memory import pass_of
+from trainer.models.memory import measure
 from trainer.models.partition import trace
+
+
+def pass_of(model, shape):
+    """The pass of a batch of `shape` in fp32, from shapes alone; gradients are there already."""
+    probe = copy.deepcopy(model).to("meta").train()
+    for parameter in probe.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    known = [*probe.parameters(), *(parameter.grad for parameter in probe.parameters()), *probe.buffers()]
+    return measure(lambda: probe(torch.empty(shape, device="meta")), known)
 
 
 def test_saved_bytes_against_what_autograd_keeps():

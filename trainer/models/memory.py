@@ -1,14 +1,13 @@
 """The memory that a training step needs on a device, counted on real, fake and meta tensors alike.
 
-A plan asks it of a model of shapes alone, a pipeline of the blocks that it times, a speed test of the model to come.
+A plan asks it of a model of shapes alone, a pipeline of the blocks that it times.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,20 +81,6 @@ def measure(
         if out.requires_grad:  # else all of it is frozen
             torch.autograd.backward(out, gradient)
     return Pass(saved, most, seen.peak)
-
-
-def pass_of(model: nn.Module, shape: Sequence[int]) -> Pass:
-    """The pass of a batch of `shape` in fp32, from shapes alone; gradients are there already.
-
-    Raises:
-        NotImplementedError, RuntimeError: the model has an operator that cannot run on shapes alone.
-    """
-    probe = copy.deepcopy(model).to("meta").train()
-    for parameter in probe.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    gradients = [parameter.grad for parameter in probe.parameters() if parameter.grad is not None]
-    known = [*probe.parameters(), *gradients, *probe.buffers()]
-    return measure(lambda: cast(Tensor, probe(torch.empty(tuple(shape), device="meta"))), known)
 
 
 def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int:

@@ -20,8 +20,8 @@ _OWN = set(vars(nn.Module()))  # what every module has
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: bool = False) -> Iterator[None]:
-    """Restore buffers, training flags, plain attributes (counters, lists, tensors, arrays) and random
-    states afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
+    """Restore buffers, training flags, plain attributes (counters, lists, tensors, arrays) and random states
+    afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
     parts = {part for module in modules for part in module.modules()}
     flags = {part: part.training for part in parts}
     # By their names: a module that goes to another device and back has other tensors.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.errors import Interrupted, Preempted, TrainerError
+from trainer.errors import Interrupted, Preempted
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.processes.world import World
@@ -133,7 +133,7 @@ class Mistakes:
             self._take(outputs[: batch.count].float(), batch.targets[: batch.count], batch.samples)
         except (Interrupted, Preempted):
             raise
-        except (TrainerError, Exception):  # pictures are no reason to end a run
+        except Exception:  # pictures are no reason to end a run
             self._possible = False
 
     def _take(self, outputs: Tensor, targets: Tensor, samples: Sequence[int] | None) -> None:

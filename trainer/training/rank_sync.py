@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,7 +118,7 @@ def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
     with run.ledger.span("saving"):
         snapshots.save(run)
         snapshots.finish_saving(run)
-    folder = run.world.broadcast_object(str(run.tracker.path))
+    folder = run.world.broadcast_object(shlex.quote(str(run.tracker.path)))
     again = f"; saved step {run.state.position.step}: continue with recipe={folder} output={folder} resume=auto"
     saved = "" if run.speed_only else again
     name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it

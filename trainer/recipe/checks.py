@@ -93,7 +93,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
     if recipe.traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
-            f"type python -m trainer ... mode={recipe.mode} without torchrun, or mode=ddp"
+            f"type python -m trainer ... mode={recipe.mode} without torchrun and nproc=, or mode=ddp"
         )
     if recipe.traits.shared_memory and nodes > 1:
         raise RecipeError(

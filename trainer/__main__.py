@@ -39,6 +39,7 @@ try:
     from trainer.recipe.recipe_files import positive_integer, split_words
     from trainer.recipe.versions import VERSION, installed
     from trainer.saving.files import open_streams
+    from trainer.saving.run_folder import asked_to_restart
 except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
     print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
     sys.exit(explain(fault)[1])
@@ -133,6 +134,9 @@ def train(words: Sequence[str]) -> int:
         check_names(chosen)
     restarts = positive_integer("max_restarts", options.get("max_restarts")) or 0
     launch = launching.launch_to_start(chosen, options.get("nproc"), restarts)
+    if not _launched() and asked_to_restart(chosen):
+        chosen = chosen.replace(schedule__restart=True)
+        words = [*(word for word in words if not word.startswith("schedule.restart=")), "schedule.restart=true"]
     if launch is not None:
         kept = [word for word in words if not word.startswith(("nproc=", "max_restarts="))]
         return launching.start(chosen, kept, launch, restarts)

@@ -54,3 +54,8 @@ def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch
     assert "\n./launch.sh doctor\n" in guide.command(["errors"])
     assert "python -m trainer" not in guide.command(["commands"]) and "python -m trainer" in guide.command(["start"])
     assert f"{sys.executable}" in guide.command(["photos"])  # pip may be another Python's
+
+
+def test_the_page_whose_question_has_the_word_is_the_nearest():
+    with pytest.raises(RecipeError, match=r"nearest: speed, .*type .* guide speed$"):
+        guide.command(["slow"])

@@ -131,3 +131,9 @@ def test_without_a_test_part_there_is_nothing_to_evaluate(three_parts, words, tm
     shutil.copytree(root / "folders" / "test", tmp_path / "all" / "folders" / "test")
     with pytest.raises((RecipeError, SetupError), match=r"split=test\b"):
         open_datasets(recipe, Before(test=True))
+
+
+@pytest.mark.parametrize("word", ["output=z", "epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"])
+def test_words_that_it_would_not_read_are_refused(word, trained):
+    with pytest.raises(RecipeError, match=rf"^{re.escape(word.partition('=')[0])}= (is not for|changes nothing)"):
+        evaluate_run(str(trained), word)

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LinearLR,
+    SequentialLR,
+    StepLR,
+)
 
 from tests.command_line import QUIET, ok, steps
 from tests.contexts import mode_of
@@ -65,6 +72,19 @@ def test_learning_rate_is_torchs(words, schedule, warmup):
     recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", *words)
     ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
     assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("restarts", "over"), [([4, 7], 3), ([2, 3, 4, 5, 6, 7, 8, 9], 1)])
+def test_a_cosine_that_begins_anew_is_torchs(restarts, over):
+    words = ["epochs=10", "schedule.warmup_epochs=1", "schedule.min_lr=0.01", f"schedule.restart={restarts}"]
+    recipe = load(None, *words)
+    ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
+    theirs = by_torch(recipe, lambda o, w: CosineAnnealingWarmRestarts(o, over * STEPS, 1, 0.01), 10 * STEPS)
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12) and ours.count(recipe.peak_lr) == len(restarts) + 1
+    late = [learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS)(step) for step in range(2 * STEPS)]
+    plain = load(None, *words[1:3], "epochs=2")  # whose end comes first
+    assert late == [learning_rate(plain, STEPS)(step) for step in range(2 * STEPS)]
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)

@@ -3,8 +3,6 @@
 import csv
 import os
 import random
-import re
-import shlex
 import shutil
 import signal
 import sys
@@ -15,7 +13,7 @@ from subprocess import DEVNULL, PIPE
 
 import pytest
 
-from tests.command_line import QUIET, environment, ok, steps, trainer
+from tests.command_line import QUIET, environment, ok, trainer
 from tests.warm import Popen
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
@@ -52,22 +50,6 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
     assert again.resuming
     again.close()
-
-
-def test_more_epochs_are_a_run_of_their_own_that_one_can_type(tmp_path):
-    words = ("recipe=digits_single", "model.name=mlp", "data.mean=[0.3]", "data.std=[0.4]", *QUIET)
-    ok(*words, "epochs=2", "output=runs/my first", cwd=tmp_path)
-    asked = trainer(*words, "epochs=3", "output=runs/my first", "resume=auto", cwd=tmp_path)
-    assert asked.returncode == 2 and re.search(r"epochs: 2 .*\b3 .*recipe=runs/my first .*output=", asked.stderr)
-    typed = shlex.split(asked.stderr.split("python -m trainer ")[-1].partition(";")[0])
-    assert typed == [
-        "recipe=runs/my first", "model.init_from=runs/my first", "epochs=1", "output=runs/my first-longer"
-    ]  # fmt: skip
-    ok(*typed, cwd=tmp_path)
-    before, after = (load(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
-    assert (after.epochs, after.model.init_from, after.data) == (1, "runs/my first", before.data)
-    first, second = (steps(tmp_path / "runs" / name) for name in ("my first", "my first-longer"))
-    assert abs(float(second[0]["train_loss"]) - float(first[-1]["train_loss"])) < 0.2
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):

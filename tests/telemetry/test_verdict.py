@@ -203,6 +203,8 @@ def test_what_could_not_be_measured_is_said():
     most = judge(StepParts(1, communication=0.3, at_most=True), RUN, recipe, Setting(2))
     assert most.bound == "compute" and re.search(r"\b30% .*communication", most.sentence)
     assert most.step["communication"] == 0
+    more = judge(StepParts(1, optimizer=0.15, communication=0.97, at_most=True), RUN, recipe, Setting(2))
+    assert re.search(r"\b85% .*computing.*\n.*\b85% .*communication", more.sentence)  # never more than is not known
 
 
 MANY = {

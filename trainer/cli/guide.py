@@ -40,7 +40,8 @@ def command(words: Sequence[str]) -> str:
         return _listed()
     if asked not in topics():
         near = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
-        often = {topic: page(topic).lower().count(asked) for topic in topics() if topic not in near}
+        found = {topic: f"{1000 * question}{page(topic)}".lower() for topic, question in topics().items()}
+        often = {topic: text.count(asked) for topic, text in found.items() if topic not in near}
         near = [*near, *sorted(filter(often.get, often), key=lambda topic: -often[topic])][:3]
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise RecipeError(f"'{asked[:80]}' is not a topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")

@@ -47,6 +47,11 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     part = options.get("split", "val")
     if part not in ("val", "test"):
         raise RecipeError(f"split={part[:40]}: evaluate takes split=val (the default) or split=test")
+    if any(word.startswith("output=") for word in settings):
+        raise RecipeError(
+            "output= is not for evaluate, which writes no file; it takes data. keys, split=, batch_size=, devices=, "
+            "threads= and precision="
+        )
     trained = Trained.read(run_named(str(checkpoint)), settings)
     path, recipe = str(trained.path), trained.recipe
     start_process(recipe)

@@ -20,7 +20,7 @@ from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before, part_of
 from trainer.data.folders.scanning import few
 from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import WITHOUT_FOLDER
@@ -33,6 +33,7 @@ from trainer.tasks.classification import class_name
 from trainer.training.initial_model import model_for
 
 LARGEST = 2**32  # bytes of one input
+TRAINING = ("resume", "epochs", "max_steps", "optimizer", "schedule", "ema", "stop", "save")  # read by nothing else
 ANYWHERE = {"devices": "auto", "mode": "ddp"}  # its devices were those of the training: take what is here
 
 
@@ -110,6 +111,9 @@ class Trained:
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
         """Raises CheckpointError: no weights, or no recipe with them; RecipeError: the words mean nothing."""
+        for key in (word.partition("=")[0] for word in words):
+            if key.partition(".")[0] in TRAINING:
+                raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
         weights, metadata = read_weights(path)
         own = written_recipe(path, metadata).to_dict() | ANYWHERE
         return cls(path, weights, metadata, recipes.load(own), recipes.load(own, *words))

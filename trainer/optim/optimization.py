@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,18 +47,23 @@ LR_SCHEDULES = {"constant": _constant, "cosine": _cosine, "step": _step}
 
 def learning_rate(recipe: Recipe, steps_per_epoch: int, total: int | None = None) -> Callable[[int], float]:
     """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers: a
-    linear warm-up, then the recipe's schedule.
+    linear warm-up, then the recipe's schedule; a cosine that begins anew does so at the highest rate, as in its paper.
 
     `total`: steps of the schedule, where the recipe alone does not tell.
     """
     schedule, top, after = recipe.schedule, recipe.peak_lr, LR_SCHEDULES[recipe.schedule.name]
     warmup, factor = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor
-    rest = max(1, (total_steps(recipe, steps_per_epoch) if total is None else total) - warmup)
+    end = total_steps(recipe, steps_per_epoch) if total is None else total
+    restarts = [round(epochs * steps_per_epoch) for epochs in schedule.restarts]
+    bounds = [warmup, *(step for step in restarts if warmup < step < end), max(end, warmup + 1)]
+    parts = [*pairwise(bounds)][::-1]
 
     def rate(step: int) -> float:
         if step < warmup:
             return top * (factor + (1 - factor) * step / warmup)
-        return after(min(1.0, (step - warmup) / rest), (step - warmup) // steps_per_epoch, top, schedule)
+        begun, over = next(part for part in parts if step >= part[0])
+        done = min(1.0, (step - begun) / (over - begun))
+        return after(done, (step - warmup) // steps_per_epoch, top, schedule)
 
     return rate
 

@@ -47,7 +47,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def agreed(command: str, what: str, question: str) -> bool:
-    """Whether the user lets a command delete `what`. Raises RecipeError where nobody can answer, Interrupted."""
+    """Whether the user lets a command do `what`. Raises RecipeError where nobody can answer, Interrupted."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise RecipeError(f"{command} asks before it deletes, but nobody can answer here: add yes=true")
     print(what)
@@ -58,7 +58,7 @@ def agreed(command: str, what: str, question: str) -> bool:
         return False
     except KeyboardInterrupt:
         print()  # the line that was not ended
-        raise Interrupted("stopped by Ctrl-C; nothing was deleted") from None
+        raise Interrupted("stopped by Ctrl-C; nothing was done") from None
 
 
 def name_installed_command(started: str) -> None:

@@ -97,6 +97,15 @@ def _black_and_white(value: Any) -> Any:
     return [float(number) for number in numbers]
 
 
+def _restart(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    numbers = _numbers(value, 1e-9, 1e9)
+    if not numbers or sorted({*numbers}) != numbers:
+        raise ValueError("must be true, false, or a list of epochs in their order, as in [10, 20]")
+    return [float(number) for number in numbers]
+
+
 def _columns(value: Any) -> Any:
     if not (names := _names(value)):
         raise ValueError("must be a column's name, or a list of names, as in [age, height]")
@@ -123,4 +132,7 @@ Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
+Restart = Annotated[
+    bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)], BeforeValidator(_restart)
+]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

@@ -6,6 +6,7 @@ And which keys have no effect together with others, and which a continued run ma
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -83,7 +84,9 @@ def unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str
 
 def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
     """Refuse keys that the user typed and nothing reads; those of a file may be for other words on top of it."""
-    values = flatten(recipe.to_dict())
+    values, keys = flatten(recipe.to_dict()), [*keys]
+    if "schedule.restart" in keys and (late := [at for at in recipe.schedule.restarts if at >= recipe.epochs]):
+        raise RecipeError(f"schedule.restart=[{late[0]:g}] is never reached with epochs={recipe.epochs}: leave it out")
     for key, chooser in unread(values, (key for key in keys if values.get(key))):
         raise RecipeError(
             f"{key}={typed(values[key])} does nothing with {chooser}={values[chooser]}: leave it out, "
@@ -95,6 +98,21 @@ def differing(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys in which two recipes differ, with their (old, new) values."""
     before, now = flatten(old.to_dict()), flatten(new.to_dict())
     return {key: (before[key], value) for key, value in now.items() if before[key] != value}
+
+
+def trains_longer(old: Recipe, new: Recipe) -> bool:
+    """Whether `new` ends after more epochs or more steps, and after fewer of neither."""
+    limits = [(old.epochs, new.epochs), (old.max_steps or math.inf, new.max_steps or math.inf)]
+    return all(now >= was for was, now in limits) and any(now > was for was, now in limits)
+
+
+def new_cosine(old: Recipe, new: Recipe) -> str | None:
+    """What has to begin for `new` to train longer than `old`, in words; None where the rate simply goes on."""
+    if old.schedule.name != "cosine" or (old.max_steps is None and old.epochs <= old.schedule.warmup_epochs):
+        return None
+    limit = f"{old.epochs} epochs" + (f" or {old.max_steps} steps" if old.max_steps else "")
+    added = "what is" if old.max_steps or new.max_steps else f"the {new.epochs - old.epochs} epochs that are"
+    return f"a new cosine from lr {old.peak_lr:g} over {added} added, once its {limit} are done"
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -27,6 +27,7 @@ from trainer.recipe.field_types import (
     PixelRange,
     Positive,
     Probability,
+    Restart,
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY
@@ -185,8 +186,14 @@ class ScheduleRecipe(_Section):
     warmup_epochs: Amount = key(0.0, "epochs over which the rate rises to optimizer.lr; fractions work too", 0.5)
     warmup_factor: float = key(0.01, "the share of optimizer.lr at the first step", gt=0, le=1)
     min_lr: Amount = key(0.0, "cosine: the last learning rate", 0.0001)
+    restart: Restart = key(False, "cosine: true lets epochs that are added begin a new one; a list: after which", [5])
     step_epochs: Positive = key(30, "step: epochs between changes, counted after the warm-up")
     gamma: float = key(0.1, "step: factor of the learning rate at each change", gt=0, le=1)
+
+    @property
+    def restarts(self) -> list[float]:
+        """The epochs after which a cosine begins anew at the highest rate, in their order."""
+        return self.restart if isinstance(self.restart, list) and self.name == "cosine" else []
 
 
 class TaskRecipe(_Section):

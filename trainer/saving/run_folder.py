@@ -18,7 +18,9 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import is_restart, is_this_job, signature
+from trainer.processes.terminal import agreed
 from trainer.recipe import Recipe, recipe_files
+from trainer.recipe.reflection import new_cosine, trains_longer
 from trainer.recipe.removed import computed_otherwise
 from trainer.saving import locks
 from trainer.saving.files import read, usable_json, why, write_atomically, writing
@@ -35,6 +37,7 @@ class NullFolder:
     path: Path | None = None
     resuming = False  # whether the newest good checkpoint in it is to be continued
     replaced = False  # whether a run that ended before it saved anything made way
+    shorter: Recipe | None = None  # of the run to be continued, where this one is to train longer
 
     def __init__(self) -> None:
         # Keys of the recipe that the run to be continued chose, where this recipe leaves them open.
@@ -174,29 +177,24 @@ class RunFolder(NullFolder):
         }
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
+        if not recipe.schedule.restarts:
+            self.resolved_keys["schedule__restart"] = before.schedule.restart
         changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))
+        if trains_longer(before, recipe):
+            changes = {key: pair for key, pair in changes.items() if key not in ("epochs", "max_steps")}
+            self.shorter = before
         if changes:
             listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
             raise RecipeError(
-                f"resume=auto: {self.path} was trained with another recipe ({listed}); {self._longer(changes)}"
+                f"resume=auto: {self.path} was trained with another recipe ({listed}); "
                 f"put it back, as recipe={self.path} does, or choose another output="
             )
-
-    def _longer(self, changes: Mapping[str, tuple[Any, Any]]) -> str:
-        """What to type to train for more epochs or steps, if that is what was wanted: the schedule was made for all."""
-        key = next((key for key in ("epochs", "max_steps") if key in changes), None)
-        old, new = changes[key] if key else (None, None)
-        if old is None or new is None or new <= old:
-            return ""
-        where = shlex.quote(str(self.path))
-        words = f"recipe={where} model.init_from={where} {key}={new - old} output={free_beside(self.path, 'longer')}"
-        done = self.previous_result(lambda text: None).get("status") == "completed"
-        first = "" if done else f"end it with python -m trainer recipe={where} output={where} resume=auto; then "
-        return f"{first}to train longer, start a run from its weights: type python -m trainer {words}; or else "
+        if self.shorter and recipe.schedule.restart is not True and (line := new_cosine(before, recipe)):
+            raise RecipeError(f"resume=auto: {self.path} trains longer by {line}: add schedule.restart=true to have it")
 
     def write_recipe(self, recipe: Recipe) -> None:
-        """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has."""
-        if not os.path.lexists(self.path / "recipe.yaml"):
+        """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has, unless it trains longer."""
+        if self.shorter is not None or not os.path.lexists(self.path / "recipe.yaml"):
             again = recipe.replace(output=None, resume=None)
             write_atomically(self.path / "recipe.yaml", again.to_yaml())
 
@@ -231,6 +229,17 @@ class RunFolder(NullFolder):
                     self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
+
+
+def asked_to_restart(recipe: Recipe) -> bool:
+    """Whether the user, at a terminal, lets the run in `output` go on for longer by the new cosine that this takes."""
+    if not (recipe.resume and recipe.output and sys.stdin and sys.stdin.isatty()) or recipe.schedule.restart is True:
+        return False
+    file, before = Path(recipe.output).expanduser() / "recipe.yaml", recipe
+    with suppress(RecipeError):  # which is told once the folder is held
+        before = recipes.load(str(file)) if file.is_file() else recipe
+    line = new_cosine(before, recipe) if trains_longer(before, recipe) else None
+    return line is not None and agreed("resume=auto", f"{recipe.output} trains longer by {line}", "train on?")
 
 
 def free_beside(path: Path, ending: str) -> str:

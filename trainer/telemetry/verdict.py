@@ -176,8 +176,8 @@ def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
     if measured.communication is None:
         hidden = ["communication was not measured"]
     elif measured.at_most:
-        share = min(1.0, measured.communication / measured.step)
-        hidden = [f"up to {share:.0%} of the step may be communication that computing does not hide"]
+        share = min(shares(measured)["compute"], measured.communication / measured.step)
+        hidden = [f"up to {share:.0%} of the step, counted as computing, may be communication that it does not hide"]
     more = "more " * (measured.bubble > 0)
     note = f"up to {idle:.0%} of the step {more}may be idle, GPUs waiting for Python to launch their kernels"
     return [note] * (idle > LITTLE), hidden

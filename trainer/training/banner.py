@@ -68,6 +68,8 @@ def banner_lines(run: Run) -> dict[str, str]:
     steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
     steps += f" of {recipe.batch_size} images" + (f", {parts} x {local}{most} a {part}" if parts > 1 else "")
     steps += f", in {recipe.accumulate} pieces of {rows}{most}" if recipe.accumulate > 1 else ""
+    starts = ", ".join(f"{epochs:.4g}" for epochs in recipe.schedule.restarts if epochs < recipe.epochs)
+    steps += f"; a new cosine from lr {recipe.peak_lr:g} after epoch {starts}" if starts else ""
     singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
     outputs = f"{len(data.classes)} {singular if len(data.classes) == 1 else plural}"
     lines = {

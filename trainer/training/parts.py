@@ -5,6 +5,7 @@ Collective: all ranks restore the same parts, in the order of `PARTS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -139,6 +140,10 @@ class Standing(Part):
         step, epoch, inside = saved.position
         before = saved.facts.get("steps_per_epoch", now)
         state.step_offset = saved.facts.get("shift", 0)  # of a run that was continued so before
+        left = epoch * before - (step - state.step_offset)  # of an epoch that `max_steps` ended
+        if not inside and 0 < left < before and step < (self.recipe.max_steps or math.inf):
+            epoch, inside = epoch - 1, before - left
+            state.position = Position(step, epoch, inside)
         if before != now:
             inside = inside * now // before  # below the epoch's end, unless it was there
             state.position = Position(step, epoch, inside)
@@ -174,6 +179,10 @@ class Remembered(Part):
         # Before there were tasks, the best was a top-1 accuracy by name.
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python({**history, "best": best})
+        if state.position.epoch < saved.position.epoch:  # which goes on
+            state.history.latest.pop()
+            state.history.epoch_steps = state.position.step_in_epoch
+            state.history.epoch_loss = state.history.losses.pop() * state.history.epoch_steps
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")
 
 

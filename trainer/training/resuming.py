@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
-from trainer.errors import CheckpointError, SetupError, TrainerError, is_out_of_memory, text_of
+from trainer.errors import CheckpointError, RecipeError, SetupError, TrainerError, is_out_of_memory, text_of
 from trainer.processes.rank import is_restart
 from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.recipe.reflection import new_cosine
 from trainer.saving import checkpoint
 from trainer.saving.checkpoint_broadcast import on_every_rank
 from trainer.telemetry.tracking import NullTracker
@@ -50,6 +52,24 @@ def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.Sta
                 f"rank {owner} the first (torchrun --node_rank=0), or let all machines share the folder"
             )
     return state
+
+
+def lengthened(recipe: Recipe, shorter: Recipe, saved: checkpoint.State, per_epoch: int) -> Recipe:
+    """The recipe of a run that trains on where a `shorter` one ended; `per_epoch` steps where `saved` does not tell.
+
+    A cosine begins anew there: the rate follows from the recipe alone, wherever a run is killed. Raises RecipeError
+    where it ends as before.
+    """
+    per_epoch, shift = saved.facts.get("steps_per_epoch", per_epoch), saved.facts.get("shift", 0)
+    was, now = (min(r.epochs * per_epoch + shift, r.max_steps or math.inf) for r in (shorter, recipe))
+    if now == was:
+        key, more = ("max_steps", "null") if recipe.epochs > shorter.epochs else ("epochs", f"{recipe.epochs + 1}")
+        word = f"{key}={getattr(recipe, key)}"
+        raise RecipeError(f"{word} ends this run at step {now:.0f}, as before: to train longer, add {key}={more}")
+    done = (was - shift) / per_epoch
+    if new_cosine(shorter, recipe) is None or done <= recipe.schedule.warmup_epochs:
+        return recipe
+    return recipe.replace(schedule__restart=sorted({*shorter.schedule.restarts, done}))
 
 
 def restore(resolved: Resolved, state: TrainState, saved: checkpoint.State) -> None:

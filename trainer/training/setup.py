@@ -42,7 +42,7 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, reporting, resuming
+from trainer.training import banner, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
@@ -76,6 +76,7 @@ class Claim:
     tracker: NullTracker
     resolved_keys: dict[str, Any]  # what the run to be continued chose of its recipe's open keys
     before: Before  # the images that it holds out
+    shorter: Recipe | None  # its recipe, where this run is to train longer
     ledger: Ledger
 
     @contextmanager
@@ -106,12 +107,13 @@ def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing:
             before = continued(folder)
         except TrainerError as error:
             refused = error
-    refused, path, keys, before = world.broadcast_object((refused, tracker.path, tracker.folder.resolved_keys, before))
+    folder_facts = tracker.path, tracker.folder.resolved_keys, tracker.folder.shorter
+    refused, before, (path, keys, shorter) = world.broadcast_object((refused, before, folder_facts))
     if refused is not None:
         raise refused
     stacks.write_to(path)
     callbacks.connect(world)
-    return Claim(world, tracker, keys, before, ledger)
+    return Claim(world, tracker, keys, before, shorter, ledger)
 
 
 def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error: BaseException | None) -> None:
@@ -134,6 +136,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):
         state = resuming.newest(tracker, world, recipe)
+    if state is not None and claim.shorter is not None:
+        recipe = resuming.lengthened(recipe, claim.shorter, state, steps)
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
     samples = identified(world, data, state)
@@ -142,7 +146,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     if speed_only:
         recipe = speed_recipe(recipe, data, tracker.say)
     tracker.resolved(recipe)
-    return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, speed_only)
+    facts = speed_only, claim.shorter is not None
+    return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, *facts)
 
 
 def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
@@ -216,9 +221,12 @@ def begin(run: Run) -> None:
     if resolved.checkpoint is not None:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(resolved, state, resolved.checkpoint)
+        stopping.check_patience(resolved, state)
     run.saver.committed = state.position.step
     run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step  # a checkpoint holds all
     tracker.start(state.position, state.total_steps, run.task.headline())
+    if resolved.longer:  # no longer completed, whatever may end it
+        tracker.result(reporting.result(run, "running"))
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
 
 

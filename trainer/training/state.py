@@ -31,6 +31,7 @@ class Resolved:
     checkpoint: State | None  # to continue
     samples: dict[str, Tensor]  # on rank 0 what identifies the images, as `same_images.identified` gives it
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
+    longer: bool  # whether the run was to end sooner when its checkpoint was saved
 
 
 @dataclass

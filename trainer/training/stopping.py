@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 from trainer.telemetry.readable import counted
@@ -33,6 +34,16 @@ def lost_patience(resolved: Resolved, state: TrainState) -> bool:
     if patience is None or resolved.speed_only:  # a measurement evaluates nothing
         return False
     return state.position.epoch - (best_epoch(state.history) or 0) >= patience
+
+
+def check_patience(resolved: Resolved, state: TrainState) -> None:
+    """Raises RecipeError where a run that is to train longer would stop at once, as it did before."""
+    if resolved.longer and lost_patience(resolved, state):
+        lost = state.position.epoch - (best_epoch(state.history) or 0)
+        raise RecipeError(
+            f"stop.patience={resolved.recipe.stop.patience} ended this run, after {counted(lost, 'epoch')} without a "
+            f"better {resolved.task.metric}: to train longer, add stop.patience={lost + 1} or more, or null"
+        )
 
 
 def best_epoch(history: History) -> int | None:

@@ -138,6 +138,19 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
 
 
+def test_nothing_to_label_and_a_folder_that_is_read_are_refused(digits, photos, tmp_path):
+    """And nothing is written."""
+    command = [sys.executable, "-m", "trainer", "predict", f"checkpoint={digits}", CPU]
+    for given, words, told in (
+        (b"", ["-"], "find photos"),
+        (b"\n\n", ["-"], "find photos"),
+        (b"", [str(photos), f"output={photos}"], "output="),
+    ):
+        done = warm.run([*command, *words], input=given, env=environment(), capture_output=True, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr.decode()
+    assert not [*tmp_path.iterdir()] and not (photos / ".lock").exists()
+
+
 def test_a_row_is_what_the_guide_tells(tmp_path):
     (tmp_path / "predictions.part").mkdir()  # what has the name keeps what it holds
     with Rows(tmp_path, "jsonl", ("a", "b"), True) as rows:

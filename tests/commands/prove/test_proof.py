@@ -61,6 +61,7 @@ def test_what_is_left_out_never_counts_as_passed(tmp_path):
     total = sum(row["part"] == "right" for row in proof["checks"])
     assert proof["status"] == "incomplete" and proof["counts"]["left out"] == 2
     assert re.match(rf"{total - 2} of {total} checks .*\b2 CPU processes\b.*skipped", proof["sentence"])
+    assert f"({len(proof['checks'])} checks in all)" in proof["sentence"]  # as many as the page lists
     left = [row for row in proof["checks"] if row["status"] == "left out"]
     assert [row["name"] for row in left] == ["mode ddp", "compile"] and all(row["line"] for row in left)
     page = markdown(proof)

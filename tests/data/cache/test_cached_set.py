@@ -128,3 +128,9 @@ def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
     assert found.data.cache == load(None, f"data.cache={typed}").data.cache == meant
     (tmp_path / "b.yaml").write_text(found.to_yaml())
     assert load(str(tmp_path / "b.yaml")).data == found.data
+
+
+def test_a_cache_of_what_is_in_memory_is_told_to_do_nothing(tmp_path):
+    words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=1", *QUIET]
+    assert "data.cache=disk" in ok(*words, "data.cache=disk", f"output={tmp_path / 'a'}").stdout
+    assert "data.cache" not in ok(*words, f"output={tmp_path / 'b'}").stdout

@@ -74,6 +74,8 @@ def command(words: Sequence[str]) -> int:
 def label(trained: LabelModel, folder: Path) -> None:
     """Label all images of a model into a folder. Raises PredictionError, FolderInUseError."""
     recipe = trained.recipe
+    if any(folder.resolve() == Path(root).expanduser().resolve() for root in trained.photos):
+        raise RecipeError(f"output={folder} is the folder of photos that is read: choose another output=")
     if trained.data is not None:
         inputs = sources.dataset_split(trained.data, recipe.predict.split or "val")
     else:

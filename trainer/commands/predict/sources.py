@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +50,10 @@ def image_files(roots: Sequence[str]) -> Inputs:
             raise RecipeError("- reads all paths from standard input: leave out the others, or write them there")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        lines = (line.rstrip("\r\n") for line in sys.stdin)
-        return Inputs((Item(path, path, None) for path in lines if path), None)
+        given = (path for line in sys.stdin if (path := line.rstrip("\r\n")))
+        if (first := next(given, None)) is None:
+            raise RecipeError("standard input held no path: type find photos -type f | python -m trainer predict RUN -")
+        return Inputs((Item(path, path, None) for path in chain([first], given)), None)
     found = [_paths_of(root) for root in roots]
     paths = [path for here, _ in found for path in here]
     return Inputs((Item(path, path, None) for path in paths), len(paths), None, [left for _, left in found if left])

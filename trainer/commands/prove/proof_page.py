@@ -64,7 +64,8 @@ def sentence(devices: Devices, rows: Sequence[Mapping[str, Any]], times: float |
         return f"nothing is proven on {where} yet"
     parts = [f"trains correctly on {where}"]
     if done < len(possible):
-        parts = [f"{done} of {len(possible)} checks say that it trains correctly on {where}, the others were skipped"]
+        parts = [f"{done} of {len(possible)} checks of correctness ({len(rows)} checks in all) say that it trains"]
+        parts[0] += f" correctly on {where}, the others were skipped"
     parts += [f"{times:.2g} times as fast as one"] if times else []
     parts += [f"the slow part is {slow}"] if slow else []
     return "; ".join(parts)

@@ -38,6 +38,8 @@ def cached(
     """
     options = recipe.data
     if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
+        if options.cache != "off" and not data.synthetic:
+            say(f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory as a whole")
         return as_stored(data, recipe), recipe  # a run that had a cache goes on with its pixels
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         raise RecipeError(

@@ -1,0 +1,236 @@
+"""Runs that are continued for more epochs or steps: held, bit by bit, against runs that had them at once."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+import trainer as api
+from tests.command_line import BARE, QUIET, digest, environment, losses, ok, result, steps, trainer
+from tests.modes.ways import WORKERS
+from tests.saving.states import refuse
+from tests.warm import Popen
+from trainer.errors import RecipeError
+from trainer.recipe import load
+from trainer.saving import checkpoint
+
+# 5 steps an epoch
+BASE = ["recipe=digits", "model.name=cnn_gn", "batch_size=256", "threads=1", *QUIET]
+RISING = [*BASE, "schedule.warmup_epochs=0.4", "optimizer.lr=0.02"]
+WORDS = [*RISING, "ema=0.9", "augment.mixup=0.2"]
+CONSTANT, STEP = ["schedule.name=constant"], ["schedule.name=step", "schedule.step_epochs=1", "schedule.gamma=0.5"]
+COSINE = ["schedule.name=cosine", "schedule.min_lr=0.001"]
+ALLOWED = "schedule.restart=true"
+
+
+def held(folder):
+    """All that a run's newest checkpoint holds but times and names of processes."""
+    state = checkpoint.newest(folder, refuse).state
+    facts = {name: fact for name, fact in state.facts.items() if name != "run_id"}
+    facts["history"] = {name: value for name, value in facts["history"].items() if name != "seconds"}
+    return state.position, state.tensors, facts
+
+
+def same(run, whole):
+    """Weights, optimizer, moving average, random streams, history, best, logged rows and the length in its files."""
+    (here, ours, mine), (there, theirs, facts) = held(run), held(whole)
+    assert here == there and mine == facts and ours.keys() == theirs.keys() >= {"model", "optimizer", "ema"}
+    for part, tensors in theirs.items():
+        assert ours[part].keys() == tensors.keys()
+        assert all(torch.equal(ours[part][name], tensor) for name, tensor in tensors.items()), part
+    for name in ("step", "epoch", "train_loss", "lr"):
+        assert [row[name] for row in steps(run)] == [row[name] for row in steps(whole)], name
+    for name in ("best", "last"):
+        assert digest(run / f"{name}.safetensors") == digest(whole / f"{name}.safetensors")
+    one, two = (load(str(path)) for path in (run, whole))
+    assert (one.epochs, one.max_steps, one.schedule) == (two.epochs, two.max_steps, two.schedule)
+    one, two = result(run), result(whole)
+    for key in ("epochs", "steps", "status", "ended_by", "best_epoch", "best_top1", "val_top1", "losses"):
+        assert one[key] == two[key], key
+
+
+def fault(words, step):
+    done = trainer(*words, env={"TRAINER_FAULT": f"kill@0:{step}"})
+    assert done.returncode and "Traceback" not in done.stderr, done.stderr
+
+
+SINGLE, DDP = ["mode=single"], ["mode=ddp", "nproc=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "mode", "short", "killed"),
+    [
+        (STEP, SINGLE, ["epochs=2"], None),
+        (STEP, DDP, ["epochs=2"], None),
+        (CONSTANT, DDP, ["epochs=3"], 8),  # within an epoch
+        (STEP, SINGLE, ["epochs=4", "max_steps=8"], None),  # which ends an epoch early
+        (CONSTANT, DDP, ["epochs=3", "max_steps=8"], None),
+    ],
+)
+def test_a_run_with_a_rate_that_does_not_know_its_end_is_one_that_had_more_epochs_at_once(
+    schedule, mode, short, killed, tmp_path
+):
+    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *schedule, *mode, "save.every_steps=3"]
+    if killed:
+        fault([*words, *short, f"output={run}"], killed)
+    else:
+        ok(*words, *short, f"output={run}")
+    assert not killed or held(run)[0].step < killed
+    ok(*words, "epochs=4", "max_steps=null", f"output={whole}")
+    done = ok(f"recipe={run}", *mode, "epochs=4", "max_steps=null", f"output={run}", "resume=auto")
+    assert "new cosine" not in " ".join(done.stdout.split())
+    if "max_steps=8" in short:  # whose end was evaluated, and may be the best
+        for name in ("step", "epoch", "lr", "train_loss"):
+            assert [row[name] for row in steps(run)] == [row[name] for row in steps(whole)], name
+        assert result(run)["losses"] == pytest.approx(result(whole)["losses"], rel=1e-12)
+        assert digest(run / "last.safetensors") == digest(whole / "last.safetensors")
+        assert held(run)[0] == held(whole)[0]
+        assert held(run)[2]["history"]["latest"] == held(whole)[2]["history"]["latest"]
+    else:
+        same(run, whole)
+    before = digest(run / "last.safetensors")
+    ok(f"recipe={run}", *mode, f"output={run}", "resume=auto")  # it is complete
+    assert digest(run / "last.safetensors") == before and result(run)["epochs"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [SINGLE, DDP])
+def test_a_cosine_begins_anew_at_its_peak_and_stays_on_its_way_however_often_it_is_killed_and_lengthened(
+    mode, tmp_path
+):
+    """Held against one run whose recipe has the new cosines from the beginning."""
+    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *mode]
+    ok(*words, "epochs=6", "schedule.restart=[2,3]", f"output={whole}")
+    rates = [float(row["lr"]) for row in steps(whole)]
+    assert rates[10] == rates[15] == 0.02 == max(rates) and rates[9] < 0.003 and rates[14] < 0.004
+    ok(*words, "epochs=2", f"output={run}")
+    longer = [f"recipe={run}", *mode, f"output={run}", "resume=auto"]
+    fault([*longer, "epochs=3", ALLOWED], 12)  # before anything of the new cosine is saved
+    assert held(run)[0].step == 10 and result(run)["status"] == "running"
+    done = ok(*longer)  # the plain words: its recipe has changed
+    told = " ".join(done.stdout.split())
+    assert "resuming at step 10 of 15" in told and "new cosine from lr 0.02 after epoch 2" in told
+    fault([*longer, "epochs=6", ALLOWED], 23)
+    ok(*longer, "epochs=6", ALLOWED)  # as a script types it again
+    same(run, whole)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_its_cosine_before_a_new_one_begins(tmp_path):
+    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *SINGLE]
+    ok(*words, "epochs=4", "schedule.restart=[1.6]", "save.every_steps=3", f"output={whole}")
+    fault([*words, "epochs=4", "max_steps=8", "save.every_steps=3", f"output={run}"], 7)
+    ok(*words, "epochs=4", "max_steps=null", "save.every_steps=3", ALLOWED, f"output={run}", "resume=auto")
+    for name in ("step", "epoch", "lr", "train_loss"):
+        assert [row[name] for row in steps(run)] == [row[name] for row in steps(whole)], name
+    assert digest(run / "last.safetensors") == digest(whole / "last.safetensors")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_still_warming_up_needs_no_new_cosine(tmp_path):
+    words = [*BASE, *SINGLE, "schedule.warmup_epochs=2", "ema=0.9"]
+    ok(*words, "epochs=4", f"output={tmp_path / 'whole'}")
+    ok(*words, "epochs=2", f"output={tmp_path / 'run'}")
+    ok(*words, "epochs=4", "resume=auto", f"output={tmp_path / 'run'}")
+    same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("was", WORKERS)
+def test_workers_train_longer_and_another_mode_goes_on_with_them(was, tmp_path):
+    run, words = tmp_path / "run", [*RISING, *COSINE]
+    ok(*words, *WORKERS[was], "epochs=2", f"output={run}")
+    done = ok(*words, *WORKERS[was], "epochs=3", ALLOWED, f"output={run}", "resume=auto")
+    assert "after epoch 2" in " ".join(done.stdout.split()) and (result(run)["epochs"], result(run)["status"]) == (
+        3,
+        "completed",
+    )
+    each = result(run)["steps"] // 3
+    rates = [float(row["lr"]) for row in steps(run)]
+    assert rates[2 * each] == 0.02 and rates[2 * each - 1] < 0.01 > rates[-1]
+    ok(*words, *SINGLE, "epochs=5", ALLOWED, f"output={run}", "resume=auto")
+    assert float(steps(run)[3 * each]["lr"]) == 0.02 and (result(run)["epochs"], len(losses(run))) == (5, 3 * each + 10)
+    assert load(str(run)).schedule.restarts == [2, 3]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run with a cosine that is complete: 2 epochs, of which the last was no better."""
+    run = tmp_path_factory.mktemp("done") / "run"
+    ok(*BASE, *SINGLE, "epochs=9", "max_steps=15", "schedule.warmup_epochs=0", "optimizer.lr=1e-12", "stop.patience=1",
+       "augment.crop=none", "optimizer.weight_decay=0", f"output={run}")  # fmt: skip
+    assert result(run)["ended_by"] == "stop.patience"
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["epochs=12", "max_steps=null"], ["schedule.restart=true", "lr 1e-12"]),
+        (["epochs=12", "max_steps=null", "schedule.restart=false"], ["schedule.restart=true"]),
+        (["epochs=12", ALLOWED], ["max_steps=15", "max_steps=null"]),  # which still ends it
+        (["epochs=8"], ["epochs: 9 there, 8 now", "put it back"]),
+        (["max_steps=14", "epochs=12"], ["max_steps: 15 there, 14 now"]),
+        (["max_steps=20", ALLOWED], ["stop.patience=1", "add stop.patience=2"]),
+        (["max_steps=20", "schedule.restart=[1]"], ["schedule.restart"]),
+    ],
+)
+def test_what_cannot_go_on_says_what_to_type_and_changes_nothing(words, told, done, tmp_path):
+    run = shutil.copytree(done, tmp_path / "run")
+    before = {path: digest(path) for path in run.rglob("*") if path.is_file() and path.suffix in (".yaml", ".json")}
+    asked = trainer(f"recipe={run}", f"output={run}", "resume=auto", *words)
+    assert asked.returncode == 2 and all(text in asked.stderr for text in told), asked.stderr
+    assert {path: digest(path) for path in before} == before
+    with pytest.raises(RecipeError, match=re.escape(told[0])):
+        api.train(str(run), *words, output=str(run), resume="auto")
+
+
+def test_the_api_goes_on_and_patience_counts_on(done, tmp_path):
+    run = shutil.copytree(done, tmp_path / "run")
+    found = api.train(str(run), output=str(run), resume="auto", max_steps=25, stop__patience=2, schedule__restart=True)
+    assert (found["epochs"], found["steps"], found["ended_by"], found["best_epoch"]) == (3, 15, "stop.patience", 1)
+    assert load(str(run)).schedule.restarts == [3]
+
+
+@pytest.mark.parametrize(("answer", "mode"), [(b"y\n", []), (b"y\n", DDP), (b"n\n", []), (b"\x03", [])])
+def test_a_terminal_asks(answer, mode, done, tmp_path):
+    """Once, before any rank starts."""
+    run = shutil.copytree(done, tmp_path / "run")
+    words = [f"recipe={run}", *mode, "max_steps=20", "stop.patience=null", f"output={run}", "resume=auto", *BARE]
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "trainer", *words]
+    child = Popen(command, env=environment(), stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    written = b""
+    while b"y/N" not in written:
+        written += os.read(master, 65536)
+    assert b"a new cosine from lr 1e-12" in written
+    os.write(master, answer)
+    os.close(slave)
+    code = child.wait() if answer != b"\x03" else None
+    child.kill()
+    os.close(master)
+    assert code == {b"y\n": 0, b"n\n": 2, b"\x03": None}[answer]
+    assert result(run)["steps"] == (20 if answer == b"y\n" else 10)
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "[]", "[0]", "[-1]", "[nan]", "[inf]", "[2,1]", "[1,1]", "[true]", "[a]", "yes please", "null", "{}"]
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_no_list_of_epochs(value, typed, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(f"extends: digits\nschedule: {{restart: {value}}}\n")
+    with pytest.raises(RecipeError, match=r"schedule\.restart.*must be.*\[10, 20\]"):
+        load("digits", f"schedule.restart={value}") if typed else load(str(file))
+
+
+def test_a_rate_that_needs_no_new_cosine_takes_no_word_for_it():
+    with pytest.raises(RecipeError, match=r"schedule\.restart=true does nothing with schedule\.name=step"):
+        load("digits", "schedule.name=step", ALLOWED)

@@ -32,7 +32,7 @@ WAYS = {
     "split": ["mode=split", "devices=[cpu,cpu]", "pipeline.cuts=[{cut}]"],
     "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
     "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
-    "recomputed": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.recompute=true"],
+    "recomputed": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "recompute=true"],
     "zbv": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=zbv"],
     "zerobubble": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=interleavedzerobubble"],
     "2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],

@@ -323,3 +323,10 @@ def test_a_batch_that_is_small_for_many_gpus() -> None:
     assert checks.wider_batch(recipe("batch_size=256"), 8, images=1000) is None
     assert checks.wider_batch(recipe("batch_size=256"), 4) is None and checks.wider_batch(recipe(""), 1) is None
     assert checks.wider_batch(recipe("batch_size=256 mode=pipeline"), 8) is None
+
+
+def test_what_does_not_go_with_recompute() -> None:
+    for words in ("compile=true recompute=true", "compile=true recompute=auto", "graphs=true recompute=true"):
+        assert "use recompute=false" in line(check_processes, recipe(f"mode=single {words}"), 1)
+    assert not line(check_options, recipe("mode=split compile=true recompute=true"))
+    assert "recompute=true, or recompute=false" in line(check_options, recipe("mode=split recompute=auto"))

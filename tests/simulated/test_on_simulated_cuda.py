@@ -49,10 +49,12 @@ RUNS = [
     f"mode=single {EVERYTHING}",
     "mode=single model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9",
     f"mode=split model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
-    f"mode=pipeline model.name=cnn pipeline.microbatches=3 pipeline.recompute=true pipeline.timeline=true {TWO}",
+    f"mode=pipeline model.name=cnn pipeline.microbatches=3 recompute=true pipeline.timeline=true {TWO}",
     f"mode=pipeline model.name=mlp precision=fp16 pipeline.microbatches=4 accumulate=2 {THREE}",
     f"mode=pipeline model.name=mlp batch_size=24 {TWO}",  # finds its own number of micro-batches
     f"mode=dp clip_grad_norm=1 ema=0.9 {TWO}",
+    f"mode=dp model.name=cnn_gn recompute=true {TWO}",
+    "mode=single model.name=cnn recompute=true graphs=auto",
     "mode=single model.name=mlp optimizer.name=muon optimizer.weight_decay=0.1 optimizer.layer_decay=0.5",
     "mode=single model.name=cnn_gn optimizer.name=muon precision=fp16",
     f"mode=split optimizer.name=adamw precision=fp16 {TWO}",

@@ -19,7 +19,7 @@ WAYS = {
     "single": ["mode=single"],
     "ddp": ["mode=ddp", "nproc=2"],
     "split": ["mode=split", "devices=[cpu,cpu]", CUT[0]],
-    "recomputed": ["mode=split", "devices=[cpu,cpu]", CUT[0], "pipeline.recompute=true"],
+    "recomputed": ["mode=split", "devices=[cpu,cpu]", CUT[0], "recompute=true"],
     "streams": ["mode=pipeline", "devices=[cpu,cpu]", *CUT],
     "1f1b": ["mode=pipeline", "nproc=2", *CUT],
     "gpipe": ["mode=pipeline", "nproc=2", "pipeline.schedule=gpipe", *CUT],

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "compress": "of ranks, below",
     "sync_bn": "of ranks that graphs do not go with",
     "muon": "above",
+    "recompute": "refused with a reason: it puts random states back",
 }
 ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
 MODEL = {"freeze": "cnn", "layer_decay": "cnn", "fp16": "mlp", "channels_last": "cnn"}

@@ -58,9 +58,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     world = locate(recipe)
     rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
     augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed
-    recipe = recipe.replace(
-        mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, accumulate=1, augment=augment
-    )
+    plain = {"accumulate": 1, "recompute": False, "augment": augment}
+    recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, **plain)
     check_processes(recipe, world.size)
     world.connect(recipe.timeout)
     data = world.all_or_none(lambda: trained.data(recipe, part == "test"), DATA_PATIENCE)

@@ -20,6 +20,7 @@ from trainer.models.undisturbed import attributes, generators, is_plain, undistu
 
 # Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
+AS_IT_IS = "mode=ddp, which runs the model as it is"
 NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
 Made = TypeVar("Made")
 Tensors = dict[str, Tensor | None]
@@ -128,7 +129,14 @@ def _counted(passes: Passes) -> dict[str, object]:
     return {name: (first.get(name), value) for name, value in last.items() if first.get(name) != value}
 
 
-def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: float, floor: float = 0.0) -> None:
+def check_equivalent(
+    what: str,
+    whole: Passes,
+    replaced: Passes,
+    tolerance: float,
+    floor: float = 0.0,
+    instead: str = AS_IT_IS,
+) -> None:
     """Raise RecipeError if `what` replaces a model, by its name, and trains another.
 
     Tensors may be `tolerance` x their norm apart, or x `floor` where that is more: gradients that should be zero are
@@ -138,7 +146,7 @@ def check_equivalent(what: str, whole: Passes, replaced: Passes, tolerance: floa
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise RecipeError(
             f"{what} would train another model: in two passes of both what differs is the {found[0]}{more}; use "
-            "mode=ddp, which runs the model as it is"
+            f"{instead}"
         )
 
 

@@ -7,7 +7,7 @@ only what is here. A mode overrides what differs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +19,10 @@ from trainer.data import Batch, DataShare, Example
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import StepRecorder
 from trainer.devices.precision import AUTOCAST
+from trainer.errors import RecipeError
 from trainer.models.blocks import hold_statistics
+from trainer.models.recompute import WITHOUT, Run, runs_of
+from trainer.modes.fsdp_proof import recompute_proven
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -48,6 +51,7 @@ class Context:
     scale: Callable[[Tensor], Tensor] | None = None  # fp16's, of a loss before its backward pass
     tuned: Mapping[str, Any] = field(default_factory=dict)  # measured before to choose how to run, by `Strategy.tuned`
     say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
+    recomputed: int | None = None  # so many first blocks are computed anew under recompute; None: all
 
 
 def by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -108,6 +112,8 @@ class Strategy:
         self.times_passes = False
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
+        self.recomputed: Sequence[Run] = ()  # blocks whose activations are computed anew
+        self.recomputes: str | None = None  # in words
 
     @classmethod
     def data_share(cls, recipe: Recipe, world: World) -> DataShare:
@@ -116,9 +122,21 @@ class Strategy:
 
     def setup(self, model: nn.Module) -> None:
         """Take the model, on the CPU, to where it trains."""
+        if self.recipe.recompute is True:
+            self.recompute(model)
         self.to_device(model)
         self.transform()
         self.connect()
+
+    def recompute(self, model: nn.Module) -> None:
+        """Let backward passes compute blocks anew. Raises RecipeError where that would train another model."""
+        every = runs_of(model)
+        if not every:
+            name = self.recipe.model.name
+            raise RecipeError(f"model.name={name} has no blocks of several layers to compute anew: use {WITHOUT}")
+        self.recomputed = every[: self.context.recomputed]
+        self.recomputes = f"{len(self.recomputed)} of {len(every)} blocks"
+        recompute_proven(self, model, self.recomputed)
 
     def to_device(self, model: nn.Module) -> None:
         """In its memory order."""

@@ -44,10 +44,10 @@ def deferrable(model: nn.Module, example: Example, remedy: str) -> dict[nn.Modul
 class DeferredStatistics:
     """The running statistics of a stage's layers, from the first micro-batch of a mini-batch to its `commit`."""
 
-    def __init__(self, stage: nn.Module, values: dict[nn.Module, int], pooled: bool = True) -> None:
-        """`values` of a channel in one row are as of `deferrable`; not `pooled`, each micro-batch is a mini-batch."""
+    def __init__(self, stage: nn.Module, values: dict[nn.Module, int]) -> None:
+        """`values` of a channel in one row are as of `deferrable`."""
         self.layers: list[Any] = list(dict.fromkeys(layer for layer in stage.modules() if layer in values))
-        self._values, self._pooled = values, pooled
+        self._values = values
         self._momenta: list[float | None] = []
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row
         self._before: tuple[Tensor, Tensor, list[Tensor]]  # running statistics, and of how many batches
@@ -86,7 +86,7 @@ class DeferredStatistics:
         if not self._parts:
             return
         mean, variance, tracked = self._before
-        for part_mean, part_variance in self._combined() if self._pooled else (part[1:] for part in self._parts):
+        for part_mean, part_variance in self._combined():
             torch._foreach_add_(tracked, 1)
             rate = self._rates(tracked)
             mean, variance = torch.lerp(mean, part_mean, rate), torch.lerp(variance, part_variance, rate)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.models.recompute import Run, recompute
 from trainer.modes.base import Strategy
 
 
@@ -20,11 +21,15 @@ class Replica(nn.Module):
     """A model that opens autocast by itself: its data type is a thread's own, and torch runs replicas in threads that
     it enters without one, which on CUDA means fp16."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], recomputed: Sequence[Run] = ()
+    ) -> None:
         super().__init__()
-        self.model, self.run = model, run
+        self.model, self.run, self.recomputed = model, run, recomputed
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if getattr(self.model, "_is_replica", False):  # which runs its own blocks anew, not those that it copies
+            recompute(self.model, self.recomputed)
         return self.run(self.model, inputs)
 
 
@@ -35,7 +40,7 @@ class DataParallel(Strategy):
         super().connect()
         self.rows = self.context.example.rows
         self.passes_through = self.device.type != "cuda"
-        self.wrapped: nn.Module = Replica(self.module, self.in_precision)
+        self.wrapped: nn.Module = Replica(self.module, self.in_precision, self.recomputed)
         if not self.passes_through:  # on the CPU torch would take GPUs that the recipe does not name
             self.wrapped = nn.DataParallel(self.wrapped, [d.index for d in self.world.drives])
         self.shapes = self._probe()

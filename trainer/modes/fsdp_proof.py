@@ -1,4 +1,5 @@
-"""Proof that sharded weights train as the whole model does: that of `models.equivalence`, over ranks.
+"""Proof that sharded weights, or blocks that are computed anew, train as the whole model does: that of
+`models.equivalence`, over ranks.
 
 Rank 0 has the whole model before it is sharded, and makes two passes of it. Then all ranks make the same passes of the
 sharded one: each rank's rows of the summed gradients are those of rank 0's whole ones, so many times.
@@ -7,19 +8,23 @@ sharded one: each rank's rows of the summed gradients are those of rank 0's whol
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, is_out_of_memory, text_of
 from trainer.models.blocks import hold_statistics
 from trainer.models.equivalence import Passes, Tensors, check_equivalent, fewest_rows, observe
 from trainer.models.norms import training_norms
-from trainer.modes.base import Strategy
+from trainer.models.recompute import WITHOUT, Run, recompute
 from trainer.processes.world import DATA_PATIENCE
+
+if TYPE_CHECKING:
+    from trainer.modes.base import Strategy
 
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
 FLOOR = 1e-2  # of the whole model's gradient
@@ -45,6 +50,32 @@ def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | 
         return fewest_rows(most, lambda rows: passes(max(rows, least)), strategy.context.say, name)
 
     return strategy.world.all_or_none(on_main, DATA_PATIENCE)
+
+
+def recompute_proven(strategy: Strategy, model: nn.Module, runs: Iterable[Run]) -> None:
+    """`models.recompute.recompute` for a model on the CPU, held against the model as it was. Collective.
+
+    Raises:
+        RecipeError: it would train another model, or cannot train.
+    """
+    name, whole = f"model.name={strategy.recipe.model.name}", observe_whole(strategy, model)
+    recompute(model, runs)
+
+    def check(whole: tuple[Passes, int]) -> None:
+        try:
+            anew = _passes(strategy, model.to(strategy.device), whole[1])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            in_place = "inplace operation" in str(error)
+            why = "changes a block's inputs in place" if in_place else " ".join(text_of(error).split())[:120]
+            raise RecipeError(f"{name} {why}, so its blocks cannot be computed anew: use {WITHOUT}") from error
+        finally:
+            model.to("cpu")
+        tolerance = SHARDED_TOLERANCE[strategy.recipe.precision]
+        check_equivalent(f"{name} with recompute=true", whole[0], anew, tolerance, FLOOR, WITHOUT)
+
+    strategy.world.all_or_none(lambda: check(whole) if whole else None, DATA_PATIENCE)
 
 
 def _passes(strategy: Strategy, model: nn.Module, rows: int, **options: Any) -> Passes:

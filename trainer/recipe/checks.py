@@ -38,6 +38,7 @@ OPTIONS = {
     "muon": ("optimizer.name", "muon"),
     "compress": ("ddp.compress", "bf16"),
     "graphs": ("graphs", True),
+    "recompute": ("recompute", True),
 }  # each with a key and a value that turn it on
 
 
@@ -131,6 +132,16 @@ def check_options(recipe: Recipe) -> None:
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
     _refuse(recipe, recipe.traits.refuses)
+    if recipe.compile and recipe.recompute and not recipe.traits.staged:
+        raise RecipeError(
+            f"compile=true and recompute={str(recipe.recompute).lower()} do not go together in mode={recipe.mode}: "
+            "blocks would be compiled with what computes them anew; use recompute=false, or compile=false"
+        )
+    if recipe.traits.staged and recipe.recompute == "auto":
+        raise RecipeError(
+            f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or without: use "
+            "recompute=true, or recompute=false"
+        )
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale of the loss on the "
@@ -157,8 +168,8 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
     refuses = recipe.traits.refuses | (recipe.traits.refuses_processes if processes > 1 else {})
     if "graphs" in refuses:
         return refuses["graphs"]
-    if recipe.traits.staged and recipe.pipeline.recompute:
-        return "pipeline.recompute=true puts random states back; use pipeline.recompute=false, or graphs=false"
+    if recipe.recompute is True:
+        return "recompute=true puts random states back, which a recording forbids; use recompute=false, or graphs=false"
     if processes > 1 and recipe.sync_bn:
         return "ranks exchange statistics within a pass; use sync_bn=false, or graphs=false"
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":

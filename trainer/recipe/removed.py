@@ -45,6 +45,8 @@ REMOVED: dict[str, Removed] = {  # by "key" or "key=value"
     "resume_weights_only": Removed(
         "recipe=RUN model.init_from=RUN trains its weights with another optimizer", idle="false"
     ),
+    "pipeline.recompute=true": Removed("recompute=true is for every mode", "recompute=true"),
+    "pipeline.recompute": Removed("leave it out, or type recompute=false, for every mode", idle="false"),
     "save.every": Removed("save.every_steps=500 saves within epochs", idle="null"),
     "save.mttf_hours": Removed("leave it out: no run chooses by itself when to save", idle="24.0"),
 }

@@ -225,7 +225,6 @@ class PipelineRecipe(_Section):
     split_size: Positive | None = key(None, "images per micro-batch, instead of microbatches", 16)
     cuts: Cuts = key("auto", "names of the modules after which to cut; auto balances the measured times", ["layer2.3"])
     deferred_batch_norm: bool = key(True, "BatchNorm's running statistics over whole batches, as without micro-batches")
-    recompute: bool = key(False, "recompute activations in the backward pass, to save memory")
     timeline: bool = key(False, "draw each stage's work as timeline.png and timeline.json")
 
 
@@ -337,6 +336,9 @@ class Recipe(_Section):
     )
     ema: float | None = key(
         None, "decay of a moving average of the weights; lower in the first steps", 0.999, gt=0, lt=1
+    )
+    recompute: bool | Literal["auto"] = key(
+        False, "compute activations again in the backward pass, to save memory; auto: if a GPU's does not suffice"
     )
     clip_grad_norm: float | None = key(None, "clip the gradient norm to this", 1.0, gt=0, allow_inf_nan=False)
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")

@@ -59,6 +59,7 @@ def banner_lines(run: Run) -> dict[str, str]:
     parts = run.strategy.share.count
     part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
     options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
+    options += [f"recompute {run.strategy.recomputes}"] if run.strategy.recomputes else []
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     options.insert(0, precision.computed_in(recipe.precision, world.device))
     note = precision.note(recipe.precision, world.device)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from trainer.errors import DeviceMemoryError, TrainerError, is_out_of_memory, text_of
 from trainer.models.memory import size_of
+from trainer.models.recompute import runs_of
 from trainer.recipe.checks import divides
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.readable import as_size
@@ -38,7 +39,9 @@ def _needs(resolved: Resolved, state: TrainState) -> str:
     pieces = range(recipe.accumulate + 1, recipe.batch_size // count + 1)
     more = next((n for n in pieces if divides(recipe, count, n)), None)
     words = [f"accumulate={more} or more, which computes the same batch in smaller pieces"] * (more is not None)
-    words += ["pipeline.recompute=true"] * (recipe.traits.micro_batches and not recipe.pipeline.recompute)
+    words += ["recompute=true, which is slower"] * (
+        recipe.recompute is not True and (staged or bool(not recipe.compile and runs_of(state.strategy.module)))
+    )
     if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += ["a smaller batch_size"]

@@ -215,6 +215,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **figures,
             "graphs": run.steps.way,
+            "recompute": run.strategy.recomputes,
             "peak_memory_bytes": run.observer.memory,
             "mfu": mfu,
             "pipeline": None,

@@ -55,6 +55,7 @@ class Result(Metrics):
     ]
     short: Annotated[bool, "true if the run was too short for logging.warmup_steps: speeds leave out its first step"]
     graphs: Annotated[str | None, "`replayed` or `launched`: how steps were computed at the end; null without a GPU"]
+    recompute: Annotated[str | None, "what backward passes compute again, as in `8 of 8 blocks`; null: nothing"]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
     mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
     pipeline: Annotated[dict[str, Any] | None, "stages, cuts, bubble and more; null if the model is in one piece"]

@@ -46,6 +46,7 @@ from trainer.training import banner, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import seed_everything, seed_ranks
+from trainer.training.recomputing import settled
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
 from trainer.training.state import Resolved, TrainState
@@ -180,10 +181,12 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
+    resolved, recomputed = settled(resolved, model)
+    recipe = resolved.recipe
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = model_facts(model, resolved)
     example = data.example(most_rows(recipe, resolved.share.count))
-    context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say)
+    context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say, recomputed=recomputed)
     strategy, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one a replica.
     readers = max(1, world.place.local_size * resolved.share.count // world.size)

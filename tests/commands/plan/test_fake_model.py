@@ -115,7 +115,7 @@ def test_activations_under_options(words):
 )
 def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     """All stages of a pipeline in one process, so what is measured is what the stages hold together."""
-    words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", f"pipeline.recompute={recompute}"]
+    words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", f"recompute={recompute}"]
     cut = {"resnet18": "layer2.1", "vit_tiny": "encoder.layers.encoder_layer_1"}[name]
     recipe = sized(name, *words, f"pipeline.cuts=[{cut}]")
     strategy, batch = real(recipe, alone(2))

@@ -67,9 +67,9 @@ def test_replicas_of_data_parallel():
 @pytest.mark.parametrize(
     ("mode", "memory", "keys"),
     [
-        (["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate"]),
-        (["mode=pipeline", "devices=[cpu]"], "8MiB", ["accumulate", "pipeline.recompute", "precision"]),
-        (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ["accumulate", "precision"]),
+        (["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate", "recompute"]),
+        (["mode=pipeline", "devices=[cpu]"], "8MiB", ["accumulate", "recompute", "precision"]),
+        (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ["accumulate", "recompute", "precision"]),
     ],
 )
 def test_advice_fits(mode, memory, keys):

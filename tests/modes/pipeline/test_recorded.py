@@ -186,8 +186,8 @@ def test_a_recording_that_fails_leaves_nothing(apart, after):
 
 
 def test_recomputed_activations_are_launched():
-    words = f"{FOUR} {SGD} pipeline.recompute=true"
-    with pytest.raises(RecipeError, match=r"pipeline\.recompute=false"):
+    words = f"{FOUR} {SGD} recompute=true"
+    with pytest.raises(RecipeError, match=r"recompute=false"):
         check_processes(load(None, *words.split(), "graphs=true"), 1)
     played = replayed(words, False, graphs="auto")
     assert differences(launched(words), played) == [] and not played.replays

@@ -98,9 +98,7 @@ def test_state_that_each_pass_changes_is_refused_in_micro_batches(norm):
         staged(model(), [CPU, CPU], "pipeline.microbatches=2")
 
 
-@pytest.mark.parametrize(
-    "words", ["mode=split", "pipeline.microbatches=2", "pipeline.microbatches=2 pipeline.recompute=true"]
-)
+@pytest.mark.parametrize("words", ["mode=split", "pipeline.microbatches=2", "pipeline.microbatches=2 recompute=true"])
 def test_a_proof_leaves_nothing(words, monkeypatch):
     """Weights, buffers, gradients and generators after it are as without it."""
     found = []

@@ -73,7 +73,7 @@ def same_as_whole(model, strategy, batch, tolerance=1e-5):
         (2, "pipeline.microbatches=1"),
         (2, "pipeline.microbatches=5 channels_last=true"),
         (3, "pipeline.microbatches=4"),  # 3, 3, 2 and 2 images
-        (3, "pipeline.split_size=4 pipeline.recompute=true"),  # 4, 4 and 2
+        (3, "pipeline.split_size=4 recompute=true"),  # 4, 4 and 2
         (2, "pipeline.split_size=1"),
     ],
 )
@@ -121,9 +121,9 @@ def test_small_batches_and_soft_targets(words, rows, soft):
 
 NORMS = [
     "mode=split",
-    "mode=split pipeline.recompute=true",
-    "mode=split pipeline.recompute=true pipeline.deferred_batch_norm=false",
-    "pipeline.microbatches=1 pipeline.recompute=true pipeline.deferred_batch_norm=false",
+    "mode=split recompute=true",
+    "mode=split recompute=true pipeline.deferred_batch_norm=false",
+    "pipeline.microbatches=1 recompute=true pipeline.deferred_batch_norm=false",
     "pipeline.microbatches=1",
 ]
 
@@ -147,7 +147,7 @@ def test_statistics_of_micro_batches(recompute):
     batch.inputs.add_(torch.arange(ROWS).view(-1, 1, 1, 1))
     tracked = {}
     for deferred in ("true", "false"):
-        words = f"pipeline.deferred_batch_norm={deferred} pipeline.recompute={recompute}"
+        words = f"pipeline.deferred_batch_norm={deferred} recompute={recompute}"
         strategy = staged(model, (CPU, CPU), f"pipeline.split_size=3 {words}")
         strategy.train()
         strategy.forward_backward(batch, 1 / ROWS)
@@ -225,9 +225,7 @@ def exact(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny"])
-@pytest.mark.parametrize(
-    "words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 pipeline.recompute=true"]
-)
+@pytest.mark.parametrize("words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 recompute=true"])
 def test_as_the_whole_model_on_gpus(name, words, cards, exact):
     if torch.cuda.device_count() < cards:
         pytest.skip(f"needs {cards} CUDA devices")
@@ -301,7 +299,7 @@ class Activated(nn.BatchNorm2d):
         return super().forward(inputs).sigmoid()
 
 
-@pytest.mark.parametrize("words", ["pipeline.microbatches=2", "pipeline.microbatches=2 pipeline.recompute=true"])
+@pytest.mark.parametrize("words", ["pipeline.microbatches=2", "pipeline.microbatches=2 recompute=true"])
 def test_a_subclass_of_batch_norm_is_what_trains(words):
     """To the bit: two micro-batches are two passes of the model as it was given."""
     torch.manual_seed(0)

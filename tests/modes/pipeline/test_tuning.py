@@ -204,7 +204,7 @@ def test_a_plan_is_for_one_pipe_only():
     assert recall({}, key, TRACED) is None
     shorter = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
     words = ["mode=split", "model.name=mlp", "precision=bf16", "pipeline.cuts=['1']", "pipeline.microbatches=4"]
-    words += ["pipeline.split_size=4", "pipeline.recompute=true"]
+    words += ["pipeline.split_size=4", "recompute=true"]
     others = [key_of(TRACED, load(None, "mode=pipeline", word), pipe(*DIVISORS)) for word in words[1:]]
     others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(shorter, recipe, pipe(*DIVISORS))]
     pipes = [pipe(4, 8), pipe(*DIVISORS, stages=4), pipe(*DIVISORS, rows=192), pipe(*DIVISORS, schedules=("gpipe",))]
@@ -251,7 +251,7 @@ def test_predictions_by_hand(schedule, stages, microbatches, seconds, bubble):
         (300, "1f1b", [], [4, 6, 8, 12, 16, 24]),  # 120 + 3 x 2 x 24 = 264
         (290, "1f1b", [], [4, 6, 8, 12, 16]),
         (200, "1f1b", [], [4, 6, 8]),  # 120 + 72 of 180 for 12, too many
-        (200, "1f1b", ["pipeline.recompute=true"], [4, 6, 8, 12, 16]),  # 120 + 48 of 180, 72 too many
+        (200, "1f1b", ["recompute=true"], [4, 6, 8, 12, 16]),  # 120 + 48 of 180, 72 too many
         (100, "1f1b", [], [4]),  # the smallest in any case: this is a guess, and memory has the last word
         (450, "gpipe", [], [4]),  # all 96 images at once: 120 + 288, and 405 may be
     ],
@@ -281,5 +281,5 @@ def test_memory_that_ends_in_a_trial():
     assert plan.microbatches == bench.tried[0].microbatches == 24
     assert {trial["microbatches"] for trial in tuned["trials"]} == {24}
     json.dumps(tuned, allow_nan=False)
-    with pytest.raises(DeviceMemoryError, match=r"pipeline\.microbatches=\d+.*pipeline\.recompute=true"):
+    with pytest.raises(DeviceMemoryError, match=r"pipeline\.microbatches=\d+.*recompute=true"):
         Bench(seconds=lambda plan: math.inf).find(pipe(*DIVISORS))

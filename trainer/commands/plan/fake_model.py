@@ -14,7 +14,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.commands.plan.dataset_facts import DatasetFacts
@@ -26,6 +25,7 @@ from trainer.models.balance import BlockCost
 from trainer.models.blocks import hold_statistics
 from trainer.models.memory import Pass, Resident, size_of
 from trainer.models.partition import Traced, trace
+from trainer.models.recompute import anew, recompute, runs_of
 from trainer.modes.pipeline.ranks import Wire
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
@@ -44,13 +44,16 @@ class FakeModel:
     """A recipe's model, its weights and gradients without values, on devices of a `kind`, cpu or cuda: without a GPU
     the CPU's operators stand in for its own."""
 
-    def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str) -> None:
+    def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str, recomputed: int | None = None) -> None:
         self.recipe, self.images, self.task = recipe, images, images.task(recipe)
         self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
         self._cpu = kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
         hold_statistics(self.model)
+        self.runs = runs_of(self.model)
+        if recipe.recompute is True and not recipe.traits.staged:
+            recompute(self.model, self.runs[:recomputed], random=False)
         self._roles = roles_of(self.model, recipe)
         self.whole = cache(self._whole)
 
@@ -192,11 +195,8 @@ class FakeModel:
         return passes
 
     def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
-        if not (self.recipe.pipeline.recompute and torch.is_grad_enabled()):
-            return self.in_precision(stage, inputs)
-        out: Tensor = checkpoint(
-            self.in_precision, stage, inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False
-        )
+        run = anew(self.in_precision, [stage], random=False) if self.recipe.recompute else self.in_precision
+        out: Tensor = run(stage, inputs)
         return out
 
 

@@ -97,7 +97,7 @@ def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: in
     cut = schedules.cut(fake, layout, microbatches, measured.blocks[rows])
     stages = stage_seconds(fake.traced, cut.names, measured.blocks[rows])
     notes = [*measured.assumptions, f"each block's seconds were measured in micro-batches of {rows}"]
-    if recipe.pipeline.recompute:
+    if recipe.recompute:
         stages = [(forward, backward + forward) for forward, backward in stages]
     crossing = max((stage.sent for stage in cut.stages[:-1]), default=0)
     transfer = exchange = 0.0

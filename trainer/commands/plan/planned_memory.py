@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ from trainer.modes.dp import rows_of_devices
 from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
+from trainer.recipe import checks
 from trainer.recipe.checks import weight_shards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
@@ -205,6 +207,35 @@ def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> Limit 
     return Limit(memory[0], usable, memory[1])
 
 
+def settled(fake: FakeModel, layout: Layout, room: int | None) -> tuple[FakeModel, Layout]:
+    """With `recompute=auto` decided as training would: of the first blocks as few as fit a GPU, else all."""
+
+    def planned(count: int) -> tuple[FakeModel, Layout]:
+        recipe = layout.recipe.replace(recompute=count > 0)
+        checks.check_processes(recipe, layout.processes)
+        return FakeModel(recipe, fake.images, layout.kind, count), replace(layout, recipe=recipe)
+
+    def fit(count: int) -> bool:
+        devices = footprint(*planned(count))
+        return fits(devices, limit(devices, layout, room)) is not False
+
+    if layout.recipe.recompute != "auto":
+        return fake, layout
+    if layout.kind == "cpu" or not fake.runs or fit(0):
+        return planned(0)
+    return planned(1 + bisect_left(range(1, len(fake.runs)), True, key=fit))
+
+
+def without_recompute(fake: FakeModel, layout: Layout, cut: Cut | None) -> int | None:
+    """Peak bytes of the fullest card if activations were kept; None where they are."""
+    if not layout.recipe.recompute:
+        return None
+    recipe = layout.recipe.replace(recompute=False)
+    kept, layout = FakeModel(recipe, fake.images, layout.kind), replace(layout, recipe=recipe)
+    cut = cut and schedules.cut(kept, layout, cut.microbatches)
+    return fullest(footprint(kept, layout, cut))
+
+
 def fits(devices: Sequence[Device], limit: Limit | None) -> bool | None:
     """Whether every device has room; None where its memory is not known."""
     return None if limit is None else fullest(devices) <= limit.usable
@@ -214,8 +245,7 @@ def advice(fake: FakeModel, layout: Layout, room: int) -> list[dict[str, Any]]:
     """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
     recipe, found = layout.recipe, []
     ways: list[list[dict[str, Any]]] = [[{"accumulate": recipe.accumulate * 2**n} for n in range(1, 10)]]
-    if layout.staged:
-        ways.append([{"pipeline__recompute": True}])
+    ways += [[{"recompute": True}]] * (recipe.recompute is not True)
     if recipe.traits.exchanges == "shards" and layout.kind == "cuda":
         ways.append([{"fsdp__offload": True}])
     for way in [*ways, [{"precision": "bf16"}]]:

@@ -48,7 +48,8 @@ def summarise(
             images.train, recipe, DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
         )
         total = total_steps(recipe, steps)
-    fake = FakeModel(recipe, images, layout.kind)
+    fake, layout = planned_memory.settled(FakeModel(recipe, images, layout.kind), layout, room)
+    recipe = layout.recipe
     predicted = cut = None
     if measured is not None:
         predicted = forecast.forecast(fake, layout, speed_probe.here(layout, images, plugin), bandwidth)
@@ -93,6 +94,7 @@ def summarise(
         "memory_per_device": [asdict(device) for device in devices],
         "memory_limit": None if limit is None else asdict(limit),
         "peak": planned_memory.fullest(devices),
+        "peak_without_recompute": planned_memory.without_recompute(fake, layout, cut),
         "fits": fits,
         "advice": planned_memory.advice(fake, layout, limit.bytes) if limit is not None and not fits else [],
         "pipeline": None if cut is None else _stages(fake, layout, cut),
@@ -187,6 +189,8 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
     try:
         if isinstance(layout, RecipeError):
             raise layout
+        if layout.recipe.recompute:  # stages are traced as they are, and other modes run blocks that are wrapped
+            fake = FakeModel(layout.recipe, fake.images, layout.kind)
         cut = schedules.cut(fake, layout) if layout.staged else None
         devices = planned_memory.footprint(fake, layout, cut)
     except RecipeError as error:

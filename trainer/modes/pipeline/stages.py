@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.balance import BlockCost, block_costs
 from trainer.models.given import has_hooks
 from trainer.models.partition import Traced, trace
+from trainer.models.recompute import anew
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
@@ -52,6 +52,10 @@ class Staged(Strategy):
         self._busy: list[float] = []
         self._ran: int | None = None  # micro-batches of the last trial that memory sufficed for
 
+    def recompute(self, model: nn.Module) -> None:
+        """A stage as a whole, whose micro-batches keep what it received alone: see `run_stage`."""
+        self.recomputes = "each stage"
+
     def to_device(self, model: nn.Module) -> None:
         """In its memory order; each stage goes to its device when the cuts are known."""
         self._names = [name for name, _ in model.named_parameters()]
@@ -71,8 +75,6 @@ class Staged(Strategy):
             )
         if any(map(self.defers, self.pipe.counts)):
             instead = "pipeline.deferred_batch_norm=false, which takes those of each micro-batch"
-            if self.recipe.pipeline.recompute:
-                instead = "pipeline.recompute=false and pipeline.deferred_batch_norm=false"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self._held = {mode: held(self.model, mode) for mode in (True, False)}
         self.world.all_or_none(lambda: prove(self, traced) if self.world.is_main else None, DATA_PATIENCE)
@@ -94,8 +96,8 @@ class Staged(Strategy):
         super().connect()
 
     def defers(self, microbatches: int) -> bool:
-        """Whether BatchNorm's statistics are those of several passes; a pass that is computed again counts once."""
-        return self.recipe.pipeline.recompute or (self.recipe.pipeline.deferred_batch_norm and microbatches > 1)
+        """Whether BatchNorm's statistics are those of several passes."""
+        return self.recipe.pipeline.deferred_batch_norm and microbatches > 1
 
     # What a mode has to define.
 
@@ -205,8 +207,7 @@ class Staged(Strategy):
 
     def defer(self, stages: Iterable[nn.Module]) -> None:
         """Gather the statistics of these over a mini-batch."""
-        pooled = self.recipe.pipeline.deferred_batch_norm
-        self.deferred |= {stage: DeferredStatistics(stage, self._values, pooled) for stage in stages if self._values}
+        self.deferred |= {stage: DeferredStatistics(stage, self._values) for stage in stages if self._values}
 
     def run_stage(
         self,
@@ -224,11 +225,8 @@ class Staged(Strategy):
         deferred = self.deferred.get(stage) if stage.training else None
         if deferred is not None:
             deferred.begin()
-        if self.recipe.pipeline.recompute and torch.is_grad_enabled():
-            # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception.
-            out: Tensor = checkpoint(run, stage, inputs, use_reentrant=False, early_stop=False)
-        else:
-            out = run(stage, inputs)
+        computed = anew(run, [stage]) if self.recipe.recompute else run
+        out: Tensor = computed(stage, inputs)
         if deferred is not None:
             deferred.gather(self.split_size() if rows is None else rows)
         return out

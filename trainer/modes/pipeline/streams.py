@@ -192,8 +192,6 @@ class StreamPipeline(Staged):
     ) -> tuple[Callable[[], None], Tensor]:
         """As `recorded` says: one graph on one device, else one for each action."""
         devices = [lane.device for lane in self.lanes]
-        if self.recipe.pipeline.recompute:
-            raise NotRecorded("pipeline.recompute=true puts random states back, which a recording forbids")
         if 1 < len(set(devices)) < len(devices):
             raise NotRecorded("two stages share one of several devices, and with it a stream of random numbers")
         try:

@@ -173,7 +173,7 @@ class Tuner:
         stages = by_stage(self.traced, plan.cuts, costs)
         received = [0, *(stage[-1].bytes for stage in stages[:-1])]
         kept = [sum(cost.kept for cost in stage) for stage in stages]
-        saved = [0] * len(kept) if self.recipe.pipeline.recompute else kept
+        saved = [0] * len(kept) if self.recipe.recompute else kept
         passes = [memory.Pass(s, k, k, r) for s, k, r in zip(saved, kept, received, strict=True)]
         virtual = plan.stages // self.pipe.workers
         orders = pipeline_order(plan.schedule, self.pipe.workers, virtual, plan.microbatches, plan.stage_seconds)
@@ -244,7 +244,7 @@ def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryEr
     more = [m for m in pipe.counts if m > tried]
     wanted = ran or next((m for m in more if m >= 2 * tried), more[-1] if more else None)
     first = f"pipeline.microbatches={wanted}, " if wanted else ""
-    return DeviceMemoryError(f"{what}{first}pipeline.recompute=true or a smaller batch_size")
+    return DeviceMemoryError(f"{what}{first}recompute=true or a smaller batch_size")
 
 
 def recall(tuned: Mapping[str, Any], key: str, traced: Traced) -> Plan | None:
@@ -260,7 +260,7 @@ def recall(tuned: Mapping[str, Any], key: str, traced: Traced) -> Plan | None:
 def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
     """What a plan was found for."""
     section = recipe.pipeline
-    wanted = f"{section.cuts} {section.microbatches} {section.split_size} {section.recompute}"
+    wanted = f"{section.cuts} {section.microbatches} {section.split_size} {recipe.recompute}"
     return f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {wanted} {recipe.precision}"
 
 

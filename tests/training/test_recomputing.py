@@ -1,0 +1,92 @@
+"""`recompute=auto`: as few first blocks as fit, by shapes alone; and what a plan says of it, by the storages that are
+alive."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.commands.plan.plans import alone, dataset_facts, fake_of, real, recipe_of
+from tests.commands.plan.sharded_memory import Alive
+from trainer import load_recipe, plan
+from trainer.commands.plan.planned_layout import lay_out
+from trainer.commands.plan.planned_memory import footprint
+from trainer.errors import RecipeError
+from trainer.models.recompute import recompute, runs_of
+from trainer.models.zoo import build
+from trainer.optim.optimizers import build_optimizer, optimizer_state
+from trainer.training import recomputing
+from trainer.training.recomputing import blocks_needed, settled
+from trainer.training.state import Resolved
+
+WORDS = ["mode=single", "model.name=resnet20", "data.name=synthetic", "data.image_size=32", "batch_size=32"]
+MIB = 2**20
+
+
+def made(*words):
+    recipe = recipe_of(*WORDS, *words)
+    return build(recipe.model, 10, 3, 32), recipe, dataset_facts(recipe).example(32)
+
+
+def peak(count, recomputed):
+    """Most bytes alive in a step of plain SGD, with so many first blocks recomputed."""
+    strategy, batch = real(recipe_of(*WORDS, f"recompute={recomputed}"), alone())
+    if recomputed == "false":
+        recompute(strategy.module, runs_of(strategy.module)[:count])
+    parameters = strategy.named_parameters()
+    optimizer = build_optimizer(parameters, strategy.recipe.optimizer)
+    state = [*optimizer_state(optimizer, parameters).values()]
+    with Alive([*parameters.values(), *strategy.module.buffers(), *state, batch.inputs, batch.targets], bool) as alive:
+        strategy.forward_backward(batch, 1 / 32)
+    return alive.peak
+
+
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+def test_a_plan_says_what_is_alive(recomputed):
+    recipe = recipe_of(*WORDS, f"recompute={recomputed}")
+    (device,) = footprint(fake_of(recipe), lay_out(recipe))
+    found = peak(0, recomputed)
+    assert device.peak == pytest.approx(found, rel=0.1)
+    said = plan(load_recipe(None, *WORDS, f"recompute={recomputed}"))["peak_without_recompute"]
+    assert said is None if recomputed == "false" else found < 0.6 * said
+
+
+@pytest.mark.slow
+def test_as_few_blocks_as_fit():
+    model, recipe, example = made()
+    every = len(runs_of(model))
+    rooms = [1, *(size * MIB for size in (20, 30, 40, 50)), 1 << 40]
+    counts = [blocks_needed(model, recipe, example, room, 1) for room in rooms]
+    assert counts == sorted(counts, reverse=True) and counts[0] == every and counts[-1] == 0
+    some, room = next((count, room) for count, room in zip(counts, rooms, strict=True) if 0 < count < every)
+    assert peak(some, "false") < 1.1 * room < 1.35 * peak(some - 1, "false")
+
+
+def run(room, monkeypatch, *words):
+    """What training settles on a GPU with so much free memory."""
+    model, recipe, _ = made(*words)
+    monkeypatch.setattr(recomputing, "free_memory", lambda device: room)
+    world = SimpleNamespace(device=torch.device("cuda"), size=1, sharing=lambda: 1, max_=lambda values: values)
+    parts = SimpleNamespace(count=1)
+    resolved = Resolved(recipe, dataset_facts(recipe), None, world, parts, 1, None, None, {}, False)
+    return settled(resolved, model)
+
+
+def test_a_run_decides_for_all(monkeypatch):
+    resolved, count = run(MIB, monkeypatch, "recompute=auto")
+    assert resolved.recipe.recompute is True and count == len(runs_of(made()[0]))
+    resolved, count = run(1 << 40, monkeypatch, "recompute=auto")
+    assert resolved.recipe.recompute is False and count == 0
+    with pytest.raises(RecipeError, match=r"graphs=true.*recompute=false"):
+        run(MIB, monkeypatch, "recompute=auto", "graphs=true")
+
+
+@pytest.mark.slow
+def test_a_plan_decides_alike():
+    found = [
+        plan(load_recipe(None, *WORDS, "recompute=auto"), memory=memory)["peak_without_recompute"]
+        for memory in ("1GiB", "24GiB")
+    ]
+    assert found[1] is None
+    with pytest.raises(RecipeError, match="recompute=true, or recompute=false"):
+        plan(load_recipe(None, *WORDS[1:], "mode=split", "recompute=auto", "devices=[cpu,cpu]"))

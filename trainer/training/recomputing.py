@@ -1,0 +1,66 @@
+"""`recompute=auto`: of how many first blocks a GPU's memory asks that activations are computed anew."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer.data import Example
+from trainer.devices.precision import AUTOCAST
+from trainer.models import memory
+from trainer.models.recompute import recompute, runs_of
+from trainer.models.shapes import without_values
+from trainer.modes.fsdp_units import unit_sizes, units_of
+from trainer.recipe import Recipe
+from trainer.recipe.checks import check_processes, most_rows, weight_shards
+from trainer.telemetry.device_memory import free_memory
+from trainer.training.state import Resolved
+
+
+def settled(resolved: Resolved, model: nn.Module) -> tuple[Resolved, int | None]:
+    """The run with `recompute=auto` decided, and how many first blocks that are: none on the CPU. Collective.
+
+    Raises:
+        RecipeError: there are some, and the recipe has what does not go with that.
+    """
+    recipe, world, count = resolved.recipe, resolved.world, 0
+    if recipe.recompute != "auto":
+        return resolved, None
+    if world.device.type == "cuda":
+        room = memory.room_in(free_memory(world.device), world.sharing())
+        example = resolved.datasets.example(most_rows(recipe, resolved.share.count))
+        count = blocks_needed(model, recipe, example, room, world.size)
+    count = int(world.max_(torch.tensor(count)).item())
+    recipe = recipe.replace(recompute=count > 0)
+    check_processes(recipe, world.size)
+    return replace(resolved, recipe=recipe), count
+
+
+def blocks_needed(model: nn.Module, recipe: Recipe, example: Example, room: float, processes: int) -> int:
+    """The fewest first blocks with which a step takes at most `room` bytes, else all; none where shapes do not tell."""
+    parts, runs = weight_shards(recipe, processes), runs_of(model)
+
+    def fits(count: int) -> bool:
+        copy, precision = without_values(model).train(), AUTOCAST.get(recipe.precision)
+        recompute(copy, runs[:count], random=False)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", precision, enabled=bool(precision)):
+            copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
+            inputs = example.zeros(torch.device("cpu"), channels_last=recipe.channels_last).inputs
+            for parameter in copy.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            known = [*copy.parameters(), *(p.grad for p in copy.parameters() if p.grad is not None), *copy.buffers()]
+            needed: float = memory.measure(lambda: copy(inputs).float(), [*known, inputs]).peak + memory.size_of(inputs)
+        weights = memory.size_of(*copy.parameters())
+        if parts > 1:  # what ranks gather of each other's
+            rest, *units = unit_sizes(copy, units_of(copy))
+            needed += min(weights, rest + 3 * max(units, default=0))
+        return needed + weights * (memory.COPIES + (recipe.ema is not None)) / parts <= room
+
+    try:
+        return 0 if fits(0) else 1 + bisect_left(range(1, len(runs)), True, key=fits)
+    except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError):
+        return 0

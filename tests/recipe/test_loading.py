@@ -66,6 +66,7 @@ NASTY += ["1:30"]
 NASTY += ["yes", "off", "true", "Null", "2024-01-02", "???", "$HOME", "<<", "|", ">", "a,", ";", "\r\na", "\x1b[31m"]
 NASTY += ["\x85a", "a\u2028b", "\ufeffa", "\ufffea", "\x7f", "\xe4 \U0001f600", "x  " * 60]
 TEXTS = ["data.root", "data.labels", "data.image_column", "data.cache_dir", "output", "model.init_from", "model.name"]
+TEXTS += ["distill.teacher"]
 TEXTS += ["task.name", "logging.mlflow"]
 
 

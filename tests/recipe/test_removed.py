@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from tests.command_line import losses, ok, trainer
-from trainer.commands.trained import written_recipe
 from trainer.errors import RecipeError
 from trainer.recipe import load, removed
 from trainer.recipe.loading import load_stored
 from trainer.recipe.removed import REMOVED
 from trainer.recipe.text import as_yaml, typed
 from trainer.saving.run_folder import RunFolder
+from trainer.training.trained import written_recipe
 
 STORED = Path(__file__).parent / "stored"
 

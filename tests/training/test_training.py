@@ -174,6 +174,10 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
             "data.samples=16",
             "data.val_samples=6",
         ]
+    if load(name).distill.weight is not None:  # its teacher is a run of the user's
+        others = [word for word in words if not word.startswith("output=")]
+        train(load("cifar10_fast", *others, f"output={tmp_path / 'teacher'}"))
+        words += [f"distill.teacher={tmp_path / 'teacher'}"]
     train(load(name, *words))
     found = result(tmp_path / "run")
     assert found["steps"] == 2 and found["status"] == "completed" and 0 < found["train_loss"] < 20

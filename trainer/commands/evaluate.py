@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from trainer import modes
-from trainer.commands.trained import Trained
 from trainer.data import Loader
 from trainer.errors import RecipeError
 from trainer.models.zoo import fitted
@@ -23,6 +22,7 @@ from trainer.training.evaluation import evaluate, metrics_of, replayed
 from trainer.training.initial_model import model_of
 from trainer.training.same_images import check_same_images
 from trainer.training.setup import start_process, task_of
+from trainer.training.trained import Trained
 
 
 def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:

@@ -140,12 +140,12 @@ class Loader:
 
         A share without inputs has none: the rank that needs the same images counts them.
         """
-        return len(self._train.failures) + len(self._val.failures) if self._share.inputs else 0
+        return len(self._train.failures) + len(self._val.failures) if self._share.inputs and self._share.counted else 0
 
     @property
     def uncached(self) -> int:
         """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
-        feeds = (self._train, self._val) if self._share.inputs else ()
+        feeds = (self._train, self._val) if self._share.inputs and self._share.counted else ()
         return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
 
     @property

@@ -111,6 +111,7 @@ class DataShare:
         index, count: part `index` of `count` of every global batch.
         inputs: whether this rank needs the images; a pipeline stage that is not the first does not.
         targets: whether it needs the labels; a stage that is not the last does not.
+        counted: whether unreadable images count here: for a teacher a pipeline's last stage reads the first's again.
         every_sample: instead of a part of every global batch, a disjoint contiguous part of the epoch's permutation,
             of which every sample is used once an epoch (local SGD, Hogwild).
     """
@@ -120,6 +121,7 @@ class DataShare:
     inputs: bool = True
     targets: bool = True
     every_sample: bool = False
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     return list(config.mean), list(config.std), size
 
 
+def known_classes(model: ModelRecipe) -> int:
+    return int(_timm(model.name).get_pretrained_cfg(_tagged(model)).num_classes)
+
+
 def _timm(name: str) -> Any:
     try:
         import timm

@@ -60,7 +60,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
     model: Any = _started(builder, weights, options, recipe.weights)
     if recipe.name == "inception_v3":
         model.aux_logits, model.AuxLogits = False, None
-    classes = len(weights.meta["categories"])
+    classes = known_classes(recipe)
     if classes != num_classes:
         replace_head(model, classes, num_classes)
     return model  # type: ignore[no-any-return]
@@ -96,6 +96,10 @@ def published(recipe: ModelRecipe) -> Any:
         what = f"model.weights={recipe.weights} is not published for {recipe.name} with a classifier"
         raise RecipeError(f"{what}; there are {', '.join(entries)}")
     return entries[recipe.weights]
+
+
+def known_classes(model: ModelRecipe) -> int:
+    return len(published(model).meta["categories"])
 
 
 def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:

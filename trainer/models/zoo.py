@@ -188,7 +188,7 @@ def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module)
     """How many class names `init_from`'s weights have in common; None where outputs cannot be matched by names."""
     known = _stored_classes(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
     outputs = getattr(model.get_submodule(head(model)), "weight", ())
-    telling = _are_names(known) and _are_names(classes) and len(outputs) == (recipe.num_classes or len(classes))
+    telling = are_names(known) and are_names(classes) and len(outputs) == (recipe.num_classes or len(classes))
     return len({*known} & {*classes}) if telling else None
 
 
@@ -225,7 +225,7 @@ def _by_class(
     where the last layer does not have one output for each class, as in some models of users.
     """
     known = _stored_classes(metadata)
-    if not _are_names(known) or not _are_names(classes) or known == [*classes]:
+    if not are_names(known) or not are_names(classes) or known == [*classes]:
         return weights
     rows = int(metadata["num_classes"]) if metadata.get("num_classes", "").isdecimal() else len(known)
     state, merged = model.state_dict(), dict(weights)
@@ -240,7 +240,7 @@ def _by_class(
     return merged
 
 
-def _are_names(classes: Sequence[str]) -> bool:
+def are_names(classes: Sequence[str]) -> bool:
     """Whether they are names: "0", "1", ... are not."""
     return bool(classes) and [*classes] != [str(place) for place in range(len(classes))]
 

@@ -142,6 +142,9 @@ def check_options(recipe: Recipe) -> None:
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or without: use "
             "recompute=true, or recompute=false"
         )
+    if recipe.distill.teacher is None and (recipe.distill.weight, recipe.distill.temperature) != (None, None):
+        nulls = "distill.weight=null distill.temperature=null"
+        raise RecipeError(f"the keys of distill do nothing without a teacher: type distill.teacher=RUN, or {nulls}")
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale of the loss on the "

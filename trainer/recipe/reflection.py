@@ -118,6 +118,8 @@ def new_cosine(old: Recipe, new: Recipe) -> str | None:
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Those of the differing keys that a continued run may not change."""
     free = set(FREE_ON_RESUME)
+    if None not in (old.distill.teacher, new.distill.teacher):  # the weights are compared, wherever they are
+        free |= {"distill.teacher"}
     if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
         free |= {"data.cache"}
     if old.data.image_column is None:  # earlier versions looked for the columns: those that are typed are compared

@@ -211,6 +211,14 @@ class LossRecipe(_Section):
     )
 
 
+class DistillRecipe(_Section):
+    """Learning from a trained model, the teacher, beside the labels."""
+
+    teacher: str | None = key(None, "a run, a file of its weights, timm:NAME or torchvision's NAME", "runs/teacher")
+    weight: float | None = key(None, "the teacher's share of the loss; null: 0.5", 0.7, ge=0, le=1)
+    temperature: float | None = key(None, "divides the outputs of both, before softmax; null: 4", 2.0, ge=0.1, le=100)
+
+
 class PipelineRecipe(_Section):
     """How the stages of a model work; for mode=split and mode=pipeline."""
 
@@ -326,6 +334,7 @@ class Recipe(_Section):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
+    distill: DistillRecipe = DistillRecipe()
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = key(
         "fp32", "number format to compute in; on a GPU bf16 is fastest, tf32 more precise; weights stay fp32", "bf16"
     )
@@ -392,8 +401,8 @@ class Recipe(_Section):
         return self.model_dump()
 
     def for_others(self) -> dict[str, Any]:
-        """The recipe in the metadata of weights: without paths of this machine and without loggers."""
-        tree = self.replace(**dict.fromkeys(("output", "resume", *LOCAL))).to_dict()
+        """The recipe in the metadata of weights: without paths of this machine, a teacher and loggers."""
+        tree = self.replace(distill={}, **dict.fromkeys(("output", "resume", *LOCAL))).to_dict()
         del tree["logging"]
         return tree
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot, pad
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, one_hot, pad
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
@@ -102,6 +102,11 @@ class Classification(OfClasses):
         shares = targets if targets.is_floating_point() else one_hot(targets, outputs.shape[1])
         weighted = shares * weights
         return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
+
+    def soft_loss(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
+        """The Kullback-Leibler divergence of softened probabilities, whatever the weights of classes."""
+        ours, theirs = ((logits / temperature).log_softmax(1) for logits in (outputs, taught))
+        return temperature**2 * kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Small ones differ too, as a float32 could not."""

@@ -81,6 +81,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def soft_loss(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
+        """How far outputs are from a teacher's, times temperature^2: the mean over the rows, 0-dim."""
+        raise NotImplementedError
+
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """(N,) float64: the probability of each row's one class, by which wrong labels are found; None: it has no such.
 
@@ -178,4 +182,6 @@ def create(recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) 
             f"augment.{on[0]}={getattr(recipe.augment, on[0]):g} mixes the targets of images, and those of "
             f"task.name={recipe.task.name} do not mix: set {' '.join(f'augment.{key}=0' for key in on)}"
         )
+    if recipe.distill.teacher is not None and (type(task).soft_loss is Task.soft_loss or task.outputs() is None):
+        raise RecipeError(f"task.name={recipe.task.name} has no `soft_loss` of a teacher: set distill.teacher=null")
     return task

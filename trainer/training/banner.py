@@ -83,6 +83,7 @@ def banner_lines(run: Run) -> dict[str, str]:
         **({"precision": note} if note else {}),
         "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
         "held out": data.holdout,
+        **({"teacher": run.teacher.note} if run.teacher is not None else {}),
         **run.observer.model.notes,
         **data.notes,
         **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),

@@ -108,6 +108,8 @@ def train_epoch(run: Run, epoch: int) -> None:
             waited += run.timer.arrive()
             if step == 1 and micro == 0:
                 presenting.first_batch(run, batch)
+            if run.teacher is not None:
+                batch = run.teacher.teach(batch)
             part = steps.forward_backward(batch, loss_weight, sync=micro == recipe.accumulate - 1)
             loss = part if loss is None else loss + part
         assert loss is not None

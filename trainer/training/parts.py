@@ -154,7 +154,7 @@ class Standing(Part):
 
 
 class KnownImages(Part):
-    """Which they are."""
+    """Which they are, and which weights teach what they show."""
 
     name = "samples"
 
@@ -162,9 +162,13 @@ class KnownImages(Part):
         return self.resolved.samples
 
     def facts(self) -> dict[str, Any]:
-        return {"classes": self.resolved.datasets.classes}
+        teacher = self.resolved.teacher
+        return {"classes": self.resolved.datasets.classes, "teacher": teacher and teacher.digest}
 
     def restore(self, saved: State) -> None:
+        if saved.facts.get("teacher") != self.facts()["teacher"]:
+            what = f"distill.teacher={self.recipe.distill.teacher} has other weights than this run has learned from"
+            raise CheckpointError(f"{what}: put those back, or choose another output= to start anew")
         tell_changes(self.resolved, self.state.total_steps, saved)
 
 

@@ -74,7 +74,7 @@ class Run:
     def __post_init__(self) -> None:
         resolved, state, observer = self.resolved, self.state, self.observer
         self.recipe, self.world, self.task = resolved.recipe, resolved.world, resolved.task
-        self.datasets, self.speed_only = resolved.datasets, resolved.speed_only
+        self.datasets, self.speed_only, self.teacher = resolved.datasets, resolved.speed_only, resolved.teacher
         self.tracker, self.timer, self.ledger = observer.tracker, observer.timer, observer.ledger
         self.noticed, self.strategy = observer.noticed, state.strategy
         self.saver = Saver(self.world.rank, self.recipe.timeout)

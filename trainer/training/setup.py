@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer import modes, tasks
@@ -21,7 +22,7 @@ from trainer.data.damaged import without_damage
 from trainer.data.feeds import known_labels
 from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import has_bf16, set_precision
-from trainer.errors import TrainerError
+from trainer.errors import RecipeError, TrainerError
 from trainer.launch import endings
 from trainer.models.inputs import with_pretrained_input
 from trainer.models.norms import check_alone
@@ -50,6 +51,7 @@ from trainer.training.recomputing import settled
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
 from trainer.training.state import Resolved, TrainState
+from trainer.training.teaching import Teacher
 
 SPEED_STEPS = 20  # where there is no data
 
@@ -146,8 +148,14 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
         recipe = speed_recipe(recipe, data, tracker.say)
+    teacher = None
+    if recipe.distill.teacher is not None:
+        teacher = world.all_or_none(lambda: Teacher(task, data, world.device, share.targets), DATA_PATIENCE)
+        other = teacher.digest != world.broadcast_object(teacher.digest)
+        what = f"distill.teacher={recipe.distill.teacher} has other weights on rank {world.rank} than on rank 0"
+        world.raise_any(RecipeError(f"{what}: copy the file") if other else None)
     tracker.resolved(recipe)
-    facts = speed_only, claim.shorter is not None
+    facts = speed_only, claim.shorter is not None, teacher
     return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, *facts)
 
 
@@ -186,11 +194,14 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = model_facts(model, resolved)
     example = data.example(most_rows(recipe, resolved.share.count))
+    if (teacher := resolved.teacher) is not None:
+        task, example = teacher, replace(example, targets=teacher.targets)
     context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say, recomputed=recomputed)
     strategy, updater = wire(context, model)
-    # Ranks of this machine that read images: of a pipeline's, one a replica.
-    readers = max(1, world.place.local_size * resolved.share.count // world.size)
-    loader = Loader(data, recipe, task, resolved.share, world.device, readers)
+    # Ranks of this machine that read images: of a pipeline's, one or two a replica.
+    reading = int(world.sum_(torch.tensor(float(resolved.share.inputs))).item())
+    readers = max(1, world.place.local_size * reading // world.size)
+    loader = Loader(data, recipe, resolved.task, resolved.share, world.device, readers)
     state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)

@@ -15,6 +15,7 @@ from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
 from trainer.tasks import Task
 from trainer.telemetry.tracking import NullTracker
+from trainer.training.teaching import Teacher
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Resolved:
     samples: dict[str, Tensor]  # on rank 0 what identifies the images, as `same_images.identified` gives it
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     longer: bool  # whether the run was to end sooner when its checkpoint was saved
+    teacher: Teacher | None = None
 
 
 @dataclass

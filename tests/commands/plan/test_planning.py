@@ -59,7 +59,7 @@ KEYS = {
     "pipeline": "schedule microbatches rows cuts balanced_by stages bubble_ideal",
     "communication": "all_reduce_bytes_per_device crossing_bytes every_steps epoch_bytes_per_device seconds",
     "disk": "checkpoint weights folder",
-    "memory_per_device": "device parameters gradients optimizer ema buffers images activations peak",
+    "memory_per_device": "device parameters gradients optimizer ema buffers images activations peak teacher",
     "modes": "mode world_size devices peak activations fits traffic bubble error",
     "prediction": "step_seconds compute_seconds communication_seconds optimizer_seconds other_seconds bubble "
     "samples_per_sec",

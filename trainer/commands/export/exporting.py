@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.commands.trained import Trained, task_without_loss
 from trainer.data import TensorSpec
 from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import sync, write_synced
+from trainer.training.trained import Trained, task_without_loss
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
 TOLERANCE = 1e-4  # of the largest output

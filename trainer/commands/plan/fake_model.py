@@ -30,6 +30,7 @@ from trainer.modes.pipeline.ranks import Wire
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
 from trainer.recipe import ModelRecipe, Recipe
+from trainer.training.teaching import trained_teacher
 
 
 class StagePass(NamedTuple):
@@ -87,6 +88,14 @@ class FakeModel:
     def size(self) -> int:
         """Parameters."""
         return sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def teacher(self) -> int:
+        """Bytes of distill.teacher's weights; published ones are not fetched. Raises TrainerError."""
+        if self.recipe.distill.teacher is None:
+            return 0
+        inputs, outputs = self.images.example(1).inputs, self.task.outputs() or 0
+        return size_of(*trained_teacher(self.recipe, inputs, outputs, starting=False).weights.values())
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
         """Of a batch's images and targets on the device."""

@@ -12,7 +12,7 @@ from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, counted, duration, multiply_adds, operations
 
 WIDTH = 119
-PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "images", "activations", "peak")
+PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "teacher", "images", "activations", "peak")
 
 Plan = dict[str, Any]  # as `summary.summarise` makes it
 

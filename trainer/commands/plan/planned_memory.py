@@ -44,6 +44,7 @@ class Device:
     images: int
     activations: int  # most at once in a step beyond weights, gradients and images
     peak: int  # most at once in all. Less than the sum where gradients take the place of activations
+    teacher: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
     if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(fake, layout)
     device = _of_shards(fake, layout) if layout.recipe.traits.exchanges == "shards" else _of_whole(fake, layout)
+    device = replace(device, teacher=fake.teacher, peak=device.peak + fake.teacher)
     return [replace(device, device=name) for name in layout.devices]
 
 
@@ -131,12 +133,14 @@ def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        return [replace(_of_whole(fake, layout), device="cpu")]
+        device = _of_whole(fake, layout)
+        return [replace(device, device="cpu", teacher=fake.teacher, peak=device.peak + fake.teacher)]
     resident, devices, all_rows = fake.resident(fake.model), [], layout.rows
     for name, rows in zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False):
         activations = fake.whole(rows, gradients=True).peak
         devices.append(_with_peak(Device(name, *resident, sum(fake.batch_bytes(all_rows or rows)), activations, 0)))
         resident, all_rows = resident._replace(optimizer=0, ema=0), 0
+    devices[0] = _with_peak(replace(devices[0], teacher=fake.teacher))
     return devices
 
 
@@ -153,8 +157,10 @@ def _of_stages(fake: FakeModel, layout: Layout, cut: Cut) -> list[Device]:
         activations = held(listed[worker], [stage.memory for stage in cut.stages])
         if layout.data_shares > 1:  # all gradients in one block, to be averaged
             activations = max(activations, resident.gradients)
-        batch = images * (0 in stages) + targets * (len(residents) - 1 in stages)
-        devices.append(_with_peak(Device(name, *resident, images=batch, activations=activations, peak=0)))
+        last = len(residents) - 1 in stages
+        teacher = fake.teacher * ((0 in stages) if layout.processes == 1 else last)
+        batch = images * (0 in stages or teacher > 0) + targets * last
+        devices.append(_with_peak(Device(name, *resident, batch, activations, peak=0, teacher=teacher)))
     return devices
 
 

@@ -170,6 +170,8 @@ def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts) -> list[
         notes.append(f"fsdp.offload: each rank keeps {as_size(host)} in the host's memory, pinned where weights are")
     if layout.kind == "cuda" and launched_because(recipe, layout.processes) is None:
         notes.append("recorded steps keep a batch's images twice; where that does not fit, steps are launched")
+    if fake.teacher:
+        notes.append("the teacher's pass takes time, and memory beside its weights, that are not counted")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.commands.trained import Preparation, Trained, task_without_loss
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
@@ -31,6 +30,7 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
+from trainer.training.trained import Preparation, Trained, task_without_loss
 
 NOT_FINITE = "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
 WARM = 12  # batches of a size in a row before their pass is recorded: how many follow is not known

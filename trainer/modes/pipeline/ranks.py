@@ -84,7 +84,9 @@ class ProcessPipeline(Staged):
     def data_share(cls, recipe: Recipe, world: World) -> DataShare:
         ranks, stages = ranks_per_pipeline(recipe, world.size), holders(recipe, world.size)
         replica, place = divmod(world.rank, ranks)
-        return DataShare(replica, world.size // ranks, inputs=stages[0] == place, targets=stages[-1] == place)
+        first, last = stages[0] == place, stages[-1] == place
+        reads = first or (last and recipe.distill.teacher is not None)  # whose outputs the last stage's loss takes
+        return DataShare(replica, world.size // ranks, inputs=reads, targets=last, counted=first)
 
     def to_device(self, model: nn.Module) -> None:
         # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.

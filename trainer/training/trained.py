@@ -165,7 +165,7 @@ def written_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
     """The recipe of weights: from their file, else from the run folder they lie in. Raises CheckpointError."""
     if "recipe" not in metadata:
         if (folder := run_folder(path)) is None:
-            raise CheckpointError(f"{path} has no recipe with it; give a run folder, as in checkpoint=runs/x")
+            raise CheckpointError(f"{path} has no recipe with it; give a run folder, as runs/x")
         return recipes.load(str(folder / "recipe.yaml"))
     folder = run_folder(path, 1)
     try:

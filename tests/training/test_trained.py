@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trainer.commands.trained import Trained, written_recipe
 from trainer.errors import CheckpointError
 from trainer.recipe import load
+from trainer.training.trained import Trained, written_recipe
 
 FACTS = {"classes": '["a", "b"]', "mean": "[0.5]", "std": "[0.2]", "image_size": "8", "channels": "1"}
 

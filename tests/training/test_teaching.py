@@ -1,0 +1,312 @@
+"""Runs that learn from a teacher: against a plain loop, in every mode, resumed; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from functools import cache
+
+import pytest
+import torch
+import torchvision
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.functional import softmax
+
+import trainer
+from tests.command_line import QUIET, losses, ok, result
+from tests.command_line import trainer as typed
+from tests.data.photo_folders import photo_set
+from tests.modes.test_parity import ALONE, EXACT, FP32, SHALLOW, SMALL, distances, norms, tensors
+from tests.training.graphed_runs import differences, launched, replayed
+from trainer import tasks
+from trainer.commands.plan.dataset_facts import dataset_facts
+from trainer.commands.plan.fake_model import FakeModel
+from trainer.commands.plan.planned_layout import lay_out
+from trainer.commands.plan.planned_memory import footprint
+from trainer.data import Batch, open_datasets
+from trainer.errors import RecipeError
+from trainer.models.zoo import builders
+from trainer.recipe import load
+from trainer.training.teaching import Teacher
+
+TAUGHT = ["data.mean=[0.3]", "data.std=[0.4]", "augment.hflip=0.5", "augment.mixup=0.4", "loss.label_smoothing=0.1"]
+TAUGHT += ["data.samples=640", "epochs=2", *SHALLOW]  # 20 steps; pixels are normalised otherwise than the teacher's
+FAST = ("ddp", "streams", "1f1b", "split")
+SEEN = []
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """With BatchNorm, which in training would answer otherwise."""
+    folder = tmp_path_factory.mktemp("teacher") / "expert"
+    ok(*SMALL, "model.name=cnn", "data.samples=320", "epochs=2", "mode=single", f"output={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(teacher):
+    """mode=single's folder, by the words that are not of all runs."""
+
+    @cache
+    def folder(*words):
+        path = teacher.parent / f"single-{len(words)}-{abs(hash(words))}"
+        ok(*SMALL, *TAUGHT, *words, "mode=single", f"output={path}")
+        return path
+
+    return folder
+
+
+def normalised(folder):
+    """Mean and standard deviation of a run's gray images."""
+    with safe_open(folder / "last.safetensors", "pt") as file:
+        return [float(file.metadata()[key].strip("[]")) for key in ("mean", "std")]
+
+
+class Recording(nn.Module):
+    """A linear model that writes down what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10, bias=False)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.randn(10, 64, generator=torch.Generator().manual_seed(0)) / 8)
+
+    def forward(self, x):
+        if self.training:
+            SEEN.append(x.detach().clone())
+        return self.fc(x.flatten(1))
+
+
+def test_a_plain_loop_has_the_same_losses_and_weights(teacher, tmp_path):
+    """Of the teacher alone: distill.weight=1. It sees what the student sees, shifted, mirrored and mixed."""
+    SEEN.clear()
+    words = ["mode=single", "data.samples=320", "epochs=2", "data.mean=[0.3]", "data.std=[0.4]", "threads=1"]
+    words += ["augment.hflip=0.5", "augment.crop=pad", "augment.erase=0.5", "augment.cutmix=1", "optimizer.lr=0.05"]
+    words += [
+        "schedule.name=constant",
+        "optimizer.momentum=0.9",
+        "optimizer.nesterov=false",
+        "ema=null",
+        "optimizer.weight_decay=0",
+    ]
+    words += [f"distill.teacher={teacher}", "distill.weight=1", "distill.temperature=3", f"output={tmp_path / 'run'}"]
+    changed = {word.partition("=")[0]: word for word in (*SMALL[1:], *words)}.values()
+    builders["recording"] = lambda *_: Recording()
+    try:
+        trainer.train(load("digits", *changed, "model.name=recording"))
+    finally:
+        del builders["recording"]
+    expert, student, found = trainer.load(teacher).model, Recording(), []
+    mean, std = normalised(teacher)
+    optimizer = torch.optim.SGD(student.parameters(), 0.05, momentum=0.9)
+    for inputs in SEEN[:10]:
+        with torch.no_grad():
+            shares = softmax(expert((inputs * 0.4 + 0.3 - mean) / std) / 3, 1)
+        ours = torch.log_softmax(student.fc(inputs.flatten(1)) / 3, 1)
+        loss = 9 * (shares * (shares.log() - ours)).sum(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    assert len(SEEN) == len(losses(tmp_path / "run")) == 10
+    assert losses(tmp_path / "run") == pytest.approx(found, rel=1e-4)
+    torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors")["fc.weight"], student.fc.weight.data)
+
+
+WAYS = EXACT | ALONE | {"ddp in pieces": [*EXACT["ddp"], "accumulate=2"]}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST)) for way in WAYS])
+def test_a_mode_learns_from_a_teacher_as_single_does(way, teacher, single, tmp_path):
+    words = [f"distill.teacher={teacher}", "distill.weight=0.7", "distill.temperature=3"]
+    reference, run = single(*words), tmp_path / "run"
+    ok(*SMALL, *TAUGHT, *words, *WAYS[way], f"output={run}")
+    assert losses(run) == pytest.approx(losses(reference), rel=FP32)
+    assert norms(run) == pytest.approx(norms(reference), rel=FP32)
+    apart = distances(tensors(run), tensors(reference))
+    assert all(distance < FP32 for distance in apart.values()), apart
+    assert result(run)["val_loss"] == pytest.approx(result(reference)["val_loss"], rel=FP32)
+
+
+def test_the_loss_is_a_share_of_each(teacher, single):
+    """Without the teacher's share it is the run without a teacher, to the bit, and its first loss is linear in it."""
+    plain, none, part, whole = (
+        single(*([f"distill.teacher={teacher}", f"distill.weight={share}"] if share else []))
+        for share in ("", "0", "0.25", "1")
+    )
+    assert losses(none) == losses(plain) and norms(none) == norms(plain)
+    first = [losses(folder)[0] for folder in (plain, whole, part)]
+    assert first[2] == pytest.approx(0.75 * first[0] + 0.25 * first[1], rel=1e-6) and first[0] != first[1]
+    kept, without = (load_file(folder / "last.safetensors") for folder in (part, plain))
+    assert kept.keys() == without.keys()
+
+
+def test_the_gradient_does_not_shrink_with_temperature():
+    """Hinton et al., section 2: at a high temperature it is that of half the squared distance of centred logits, over
+    the number of classes."""
+    task = tasks.create(load(None), list("abcdefg"))
+    draws = torch.Generator().manual_seed(0)
+    outputs = torch.randn(5, 7, generator=draws, dtype=torch.float64).requires_grad_()
+    taught = torch.randn(5, 7, generator=draws, dtype=torch.float64)
+    (found,) = torch.autograd.grad(task.soft_loss(outputs, taught, 1e4), outputs)
+    centred = [part - part.mean(1, keepdim=True) for part in (outputs.detach(), taught)]
+    torch.testing.assert_close(found, (centred[0] - centred[1]) / 7 / 5, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", ["precision=fp16 model.name=mlp accumulate=2", "precision=bf16 augment.mixup=0.2"])
+def test_replayed_steps_learn_what_launched_ones_do(more, teacher):
+    words = f"distill.teacher={teacher} ema=0.9 clip_grad_norm=1 {more}"
+    played = replayed(words)
+    assert differences(launched(words), played) == [] and played.said == [] and played.replayed_to_the_end
+
+
+def test_the_teacher_is_left_as_it_is(teacher):
+    """It answers in evaluation mode and its own precision, without gradients; a rank without a loss has none."""
+    recipe = load("digits", f"distill.teacher={teacher}", "precision=bf16")
+    data = open_datasets(recipe)
+    task = tasks.create(recipe, data.classes)
+    mine, idle = (Teacher(task, data, torch.device("cpu"), needed) for needed in (True, False))
+    batch = data.example(6).zeros(torch.device("cpu"))
+    inputs = torch.randn(batch.inputs.shape)
+    taught = mine.teach(type(batch)(inputs, batch.targets, 6)).targets
+    assert taught.shape == (6, 11) and not taught.requires_grad
+    assert not any(p.requires_grad for p in mine._model.parameters())
+    assert torch.equal(taught, mine.teach(type(batch)(inputs, batch.targets, 6)).targets), "no statistics change"
+    mean, std = normalised(teacher)
+    with torch.no_grad():  # in fp32: the student's bf16 would be 1e-3 apart
+        wanted = trainer.load(teacher).model((inputs * data.std[0] + data.mean[0] - mean) / std)
+    torch.testing.assert_close(taught[:, 1:], wanted, rtol=1e-5, atol=1e-5)
+    assert idle.teach(batch) is batch and idle.digest == mine.digest
+
+
+def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
+    """Wherever its folder is by then; with other weights it is refused, and without them."""
+    words = [f"distill.teacher={teacher}", "distill.weight=0.7", "distill.temperature=3"]
+    moved, run = tmp_path / "moved", tmp_path / "run"
+    common = [*SMALL, *TAUGHT, *words[1:], f"output={run}", "save.every_steps=4"]
+    typed(*common, words[0], *EXACT["ddp"], env={"TRAINER_FAULT": "kill@1:11"})
+    shutil.copytree(teacher, moved)
+    weights = load_file(moved / "last.safetensors")
+    again = [*common, *EXACT["split"], "resume=auto"]
+    shutil.copy(moved / "last.safetensors", tmp_path / "good.safetensors")
+    with safe_open(moved / "last.safetensors", "pt") as file:
+        told = file.metadata()
+    save_file({**weights, "0.weight": weights["0.weight"] * 1.001}, moved / "last.safetensors", told)
+    for other, code in ((moved, 4), (tmp_path / "nowhere", 4)):
+        done = typed(*again, f"distill.teacher={other}")
+        assert done.returncode == code and done.stderr.count("\n") == 1 and f"={other}" in done.stderr, done.stderr
+    changed = typed(*[word for word in again if word != words[1]], "distill.weight=0.6", words[0])
+    assert changed.returncode == 2 and "distill.weight" in changed.stderr, changed.stderr
+    ok(*again, f"distill.teacher={tmp_path / 'good.safetensors'}")
+    assert losses(run) == pytest.approx(losses(single(*words)), rel=FP32)
+
+
+def test_what_is_given_away_tells_of_no_teacher(teacher, single, tmp_path):
+    """And needs none."""
+    words = [f"distill.teacher={teacher}", "distill.weight=0.7", "distill.temperature=3"]
+    folder = shutil.copytree(single(*words), tmp_path / "run")
+    for path in (*folder.glob("*.safetensors"), *(folder / "checkpoints").rglob("*")):
+        assert path.is_dir() or str(teacher).encode() not in path.read_bytes(), path
+    given = tmp_path / "given.safetensors"
+    shutil.copy(folder / "last.safetensors", given)
+    hidden = teacher.rename(tmp_path / "hidden")
+    try:
+        ok("evaluate", f"checkpoint={folder}")
+        ok("evaluate", f"checkpoint={given}")
+        assert trainer.load(given).predict(torch.zeros(1, 8, 8, dtype=torch.uint8)).label in "0123456789"
+        ok("export", folder, "format=exported_program", f"output={tmp_path / 'a.pt2'}")
+    finally:
+        hidden.rename(teacher)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("distill.teacher=nowhere", 4, "distill.teacher=nowhere: 'nowhere' is not there, nor runs/nowhere"),
+        ("distill.teacher=empty", 4, "distill.teacher=empty: "),
+        ("distill.teacher=alien.safetensors", 4, "distill.teacher=alien.safetensors: "),
+        ("distill.teacher={teacher} distill.weight=-0.1", 2, "distill.weight"),
+        ("distill.teacher={teacher} distill.weight=1.1", 2, "distill.weight"),
+        ("distill.teacher={teacher} distill.weight=nan", 2, "distill.weight"),
+        ("distill.teacher={teacher} distill.weight=much", 2, "distill.weight"),
+        ("distill.teacher={teacher} distill.temperature=0", 2, "distill.temperature"),
+        ("distill.teacher={teacher} distill.temperature=.inf", 2, "distill.temperature"),
+        ("distill.weight=0.5", 2, "type distill.teacher=RUN, or distill.weight=null"),
+        ("recipe=mine.yaml", 2, "type distill.teacher=RUN, or distill.weight=null"),
+        ("distill.teacher={teacher} data.image_size=16", 2, "type data.image_size=8 data.channels=1"),
+        ("distill.teacher={teacher} data.channels=3", 2, "type data.image_size=8 data.channels=1"),
+        ("distill.teacher={teacher} model.num_classes=12", 2, "knows 10 "),
+        ("distill.teacher={teacher} data.name=imagefolder data.root=photos data.image_size=8", 2, "(ant, bee)"),
+        ("distill.teacher=resnet18 data.channels=1", 2, "distill.teacher=resnet18: model.name=resnet18 reads 3"),
+        ("distill.teacher={teacher} task.name=multilabel", 2, "set distill.teacher=null"),
+        ("distill.teacher={teacher} output={teacher}", 8, "choose another output="),
+        ("distill.teacher={teacher} output={teacher} resume=auto", 2, "distill.teacher: None there"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, code, says, teacher, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine.yaml").write_text("distill:\n  temperature: 2.0\nextends: digits\n")
+    torch.save({"x": torch.zeros(1)}, tmp_path / "alien.pt")
+    (tmp_path / "alien.safetensors").write_bytes(b"nothing")
+    photo_set(tmp_path / "photos", {"ant": 40, "bee": 40})
+    own = words.format(teacher=teacher).split()
+    base = [word for word in SMALL if word.partition("=")[0] not in {each.partition("=")[0] for each in own}]
+    done = typed(*base, *own, "mode=single", "max_steps=1", cwd=tmp_path)
+    assert done.returncode == code and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
+
+
+def test_published_weights_teach(teacher, tmp_path, monkeypatch):
+    """torchvision's, of a file that is there: with its own mean, and refused where classes are not as many."""
+    hub = tmp_path / "hub" / "checkpoints"
+    hub.mkdir(parents=True)
+    theirs = torchvision.models.resnet18()
+    torch.save(theirs.state_dict(), hub / torchvision.models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2])
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    recipe = load(None, "distill.teacher=resnet18", "data.name=synthetic", "data.image_size=32")
+    data = open_datasets(recipe)
+    with pytest.raises(RecipeError, match=r"distill.teacher=resnet18 knows 1000 .* 10 "):
+        Teacher(tasks.create(recipe, data.classes), data, torch.device("cpu"), True)
+    many = dataclasses.replace(data, classes=tuple(f"n{number}" for number in range(1000)), mean=(0.5,) * 3)
+    mine = Teacher(tasks.create(recipe, many.classes), many, torch.device("cpu"), True)
+    pixels = torch.rand(2, 3, 32, 32)
+    mean, std, own, spread = (
+        torch.tensor(part)[:, None, None]
+        for part in (many.mean, many.std, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    batch = Batch((pixels - mean) / std, torch.tensor([3, 999]), 2)
+    with torch.no_grad():
+        wanted = theirs.eval()((pixels - own) / spread)
+    taught = mine.teach(batch).targets
+    torch.testing.assert_close(taught[:, 1:], wanted, rtol=1e-4, atol=1e-4)
+    assert taught[:, 0].tolist() == [3, 999]
+
+
+def test_a_plan_counts_it_where_it_is(teacher):
+    """Of pipelines over processes the last stage has it, and reads the images too."""
+    recipe = load("digits", f"distill.teacher={teacher}", "batch_size=64")
+    size = sum(t.nbytes for t in load_file(teacher / "last.safetensors").values())
+    for words, holders in {"mode=ddp": [1, 1], "mode=split": [1, 0], "mode=pipeline": [0, 1], "mode=dp": [1]}.items():
+        chosen, count = load(recipe, words), len(holders) if words in ("mode=ddp", "mode=pipeline") else 1
+        fake, without = (FakeModel(each, dataset_facts(each), "cpu") for each in (chosen, load("digits", words)))
+        layout = lay_out(chosen, count)
+        found, plain = footprint(fake, layout), footprint(without, layout)
+        assert [device.teacher for device in found] == [size * one for one in holders], words
+        more = [new.peak - old.peak - (new.images - old.images) for new, old in zip(found, plain, strict=True)]
+        assert more == [device.teacher for device in found]
+
+
+@pytest.mark.slow
+def test_photos_that_two_ranks_read_are_counted_once(tmp_path):
+    photos = photo_set(tmp_path / "photos", {"ant": 12, "bee": 12}, split=True)
+    (photos / "train" / "ant" / "3.jpg").write_bytes(b"broken")
+    words = ["mode=single", "model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=16"]
+    words += ["batch_size=8", "epochs=2", "data.on_error=skip", "data.check=off", "data.workers=0", *QUIET]
+    ok(*words, f"output={tmp_path / 'expert'}")
+    words += [f"distill.teacher={tmp_path / 'expert'}", "data.mean=[0.4,0.5,0.6]"]
+    ok(*words, f"output={tmp_path / 'one'}")
+    ok(*words[1:], *EXACT["1f1b"], f"output={tmp_path / 'two'}")
+    one, two = (result(tmp_path / name) for name in ("one", "two"))
+    assert one["data"]["skipped"] == two["data"]["skipped"] > 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -30,7 +30,7 @@ def steps_per_epoch(samples: int, recipe: Recipe, share: DataShare) -> int:
     batch_size / count images a step. Raises RecipeError.
     """
     if samples < recipe.batch_size:
-        rows = share.count * recipe.accumulate * recipe.augment.together
+        rows = share.count * recipe.pieces * recipe.augment.together
         largest = samples // rows * rows
         remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
         raise RecipeError(
@@ -44,15 +44,15 @@ def steps_per_epoch(samples: int, recipe: Recipe, share: DataShare) -> int:
 
     def fits(size: int) -> bool:
         """Whether the smallest share has a sample for each micro-batch of each step; a larger size takes fewer."""
-        return samples // share.count >= steps(size) * recipe.accumulate
+        return samples // share.count >= steps(size) * recipe.pieces
 
     if not fits(recipe.batch_size):
-        larger = range(recipe.batch_size, samples + 1, share.count * recipe.accumulate * recipe.augment.together)
+        larger = range(recipe.batch_size, samples + 1, share.count * recipe.pieces * recipe.augment.together)
         size = next(filter(fits, larger), None)
-        fewer = "use fewer processes" + ", or accumulate=1" * (recipe.accumulate > 1)
+        fewer = "use fewer processes" + ", or accumulate=1" * (recipe.pieces > 1)
         raise RecipeError(
             f"{samples} training images over {share.count} processes leave micro-batches empty at "
-            f"batch_size={recipe.batch_size} accumulate={recipe.accumulate}; "
+            f"batch_size={recipe.batch_size} accumulate={recipe.pieces}; "
             + (f"try batch_size={size}" if size else fewer)
         )
     return steps(recipe.batch_size)
@@ -90,7 +90,7 @@ class Loader:
         self.samples_per_step = samples / self.steps_per_epoch if share.every_sample else float(recipe.batch_size)
         together = recipe.augment.together
         self._rows, self._mixes = most_rows(recipe, share.count), together > 1
-        self._spans = sampling.share_spans(recipe.batch_size, share.index, share.count, recipe.accumulate, together)
+        self._spans = sampling.share_spans(recipe.batch_size, share.index, share.count, recipe.pieces, together)
         self._task = task
         self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
         self._transform = DeviceTransform(
@@ -170,7 +170,7 @@ class Loader:
             SetupError: an image cannot be read, and data.on_error=stop.
             PeerError: a loader worker died or hangs.
         """
-        pieces = self._recipe.accumulate
+        pieces = self._recipe.pieces
         indices = self._indices(epoch)
         steps, wanted = len(indices) // pieces, slice(start_step * pieces, stop_step and stop_step * pieces)
         batches = self._train.training(epoch, indices[wanted])
@@ -189,7 +189,7 @@ class Loader:
             recipe, share = self._recipe, self._share
             order, size = self._order(epoch), recipe.batch_size
             if share.every_sample:
-                steps = sampling.contiguous_rows(order, size, share.index, share.count, recipe.accumulate)
+                steps = sampling.contiguous_rows(order, size, share.index, share.count, recipe.pieces)
             else:
                 steps = sampling.share_rows(order, size, self._spans)
             self._epoch = epoch, [piece for step in steps for piece in step]

@@ -31,6 +31,7 @@ from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
+MINUTE = 60.0  # seconds after which ranks that ran out of memory are started in smaller pieces once more
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 
 
@@ -158,16 +159,20 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
     arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
     try:
-        restarts = 0
+        restarts = lost = 0
+        since = -math.inf  # when memory ran out before
         while True:
             ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
             if ending is None:
                 return 0
-            if ending.code != PeerError.code or restarts == max_restarts:
+            short = endings.SMALLER in ending.line and launch.nnodes == 1 and time.monotonic() - since > MINUTE
+            if not short and (ending.code != PeerError.code or lost == max_restarts):
                 endings.say(ending.line, ending.code)
                 return ending.code
-            restarts += 1
-            endings.say(f"{ending.line}; starting again, {restarts} of {max_restarts} times", 0)
+            restarts, lost, since = restarts + 1, lost + (not short), time.monotonic() if short else since
+            line = ending.line.partition("; type ")[0] if short else ending.line
+            how = "from the newest checkpoint, in more pieces" if short else f"{lost} of {max_restarts} times"
+            endings.say(f"{line}; starting again, {how}", 0)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -100,7 +100,7 @@ class Strategy:
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.tuned = dict(context.tuned)
         # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
-        parts = self.world.size * self.recipe.accumulate * self.recipe.augment.together
+        parts = self.world.size * self.recipe.pieces * self.recipe.augment.together
         watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
@@ -110,6 +110,7 @@ class Strategy:
         )
         # Of steps that may be replayed whole passes are timed, which exchange nothing either: see `step_graphs`.
         self.times_passes = False
+        self.passes_apart = True  # whether a pass with sync=False exchanges nothing
         self._autocast = AUTOCAST.get(self.recipe.precision)
         self.module: nn.Module
         self.recomputed: Sequence[Run] = ()  # blocks whose activations are computed anew

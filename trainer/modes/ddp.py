@@ -106,7 +106,7 @@ class DistributedDataParallel(Strategy):
             except RuntimeError as error:  # looked for, parameters inside of a reentrant checkpoint seem unused
                 if not unused or "ready only once" not in str(error):
                     raise
-                if self.recipe.accumulate > 1:  # a static graph fails inside the reducer
+                if self.recipe.pieces > 1:  # a static graph fails inside the reducer
                     raise RecipeError(
                         f"model.name={self.recipe.model.name} leaves parameters unused and has a reentrant checkpoint, "
                         "which ddp cannot accumulate over: set accumulate=1, or checkpoint(..., use_reentrant=False)"
@@ -130,6 +130,7 @@ class DistributedDataParallel(Strategy):
         if self.recipe.ddp.compress == "bf16":
             # Torch looks at a hook's annotations, which a lambda has none of.
             self.wrapped.register_comm_hook(self.world.size, lambda ranks, bucket: mean_in_bf16(bucket, ranks))
+        self.passes_apart = not (self._broadcasts or self.recipe.sync_bn or self.wrapped.static_graph)
         # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
         # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
         for _ in range(2):
@@ -228,7 +229,7 @@ class DistributedDataParallel(Strategy):
             return self._exchanged(self.world.broadcast_object(budget))._replace(at_most=False)  # nothing hides it
         if self.wrapped is None:
             return Communication(0.0)
-        each = 2 * step_seconds / self.recipe.accumulate
+        each = 2 * step_seconds / self.recipe.pieces
         pairs, budget = self.world.broadcast_object((min(PAIRS, int(budget / each) - 1), budget))
         with undisturbed([self.module], self.device):
             measured = self._exposed(pairs) if pairs > 0 else self._exchanged(budget)

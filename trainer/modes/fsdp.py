@@ -122,6 +122,7 @@ class FullyShardedDataParallel(Strategy):
 
     def connect(self) -> None:
         if self.world.size > 1:
+            self.passes_apart = False
             self.sharded = dict(self.module.named_parameters())
             self._local = {
                 name: nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
@@ -249,7 +250,7 @@ class FullyShardedDataParallel(Strategy):
         size = 4 * sum(shape.numel() for shape in self.shapes.values()) // parts  # ranks' own rows may be unequal
         budget = self.world.broadcast_object(budget)  # ranks' own may differ
         seconds = self.all_reduce_seconds(size, budget) * parts / 2
-        return Communication(seconds * (2 + self.recipe.fsdp.reshard) * self.recipe.accumulate, at_most=True)
+        return Communication(seconds * (2 + self.recipe.fsdp.reshard) * self.recipe.pieces, at_most=True)
 
     def notes(self) -> dict[str, str]:
         if self.sharded is None:

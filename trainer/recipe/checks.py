@@ -31,6 +31,7 @@ OPTIONS = {
     "mixup": ("augment.mixup", 0.2),
     "clip_grad_norm": ("clip_grad_norm", 1.0),
     "accumulate": ("accumulate", 2),
+    "accumulate=auto": ("accumulate", "auto"),
     "sync_bn": ("sync_bn", True),
     "label_smoothing": ("loss.label_smoothing", 0.1),
     "freeze": ("model.freeze", 1),
@@ -61,7 +62,7 @@ def data_shares(recipe: Recipe, processes: int) -> int:
 
 def divides(recipe: Recipe, count: int, accumulate: int | None = None) -> bool:
     """Whether the global batch can be divided into `count` shares, and each into `accumulate` micro-batches."""
-    unit = (accumulate or recipe.accumulate) * recipe.augment.together
+    unit = (accumulate or recipe.pieces) * recipe.augment.together
     equal = unit if recipe.traits.uneven else count * unit
     return recipe.batch_size >= count * unit and recipe.batch_size % equal == 0
 
@@ -69,7 +70,12 @@ def divides(recipe: Recipe, count: int, accumulate: int | None = None) -> bool:
 def most_rows(recipe: Recipe, count: int, accumulate: int | None = None) -> int:
     """Images of the largest micro-batch then."""
     together = recipe.augment.together
-    return -(-recipe.batch_size // (count * (accumulate or recipe.accumulate) * together)) * together
+    return -(-recipe.batch_size // (count * (accumulate or recipe.pieces) * together)) * together
+
+
+def piece_counts(recipe: Recipe, count: int) -> list[int]:
+    """All numbers that `accumulate` can have where the global batch is divided into `count` shares."""
+    return [n for n in range(1, recipe.batch_size // count + 1) if divides(recipe, count, n)]
 
 
 def weight_shards(recipe: Recipe, processes: int) -> int:
@@ -117,7 +123,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
     count = data_shares(recipe, processes)
     if not divides(recipe, count):
         among = [f"{count} {'processes' if count == processes else 'replicas'}"] if count > 1 else []
-        among += [f"accumulate={recipe.accumulate}"] if recipe.accumulate > 1 else []
+        among += [f"accumulate={recipe.pieces}"] if recipe.pieces > 1 else []
         among += ["pairs of images (mixup, cutmix)"] if recipe.augment.together > 1 else []
         raise RecipeError(
             f"batch_size={recipe.batch_size} does not divide among {' x '.join(among)}; "
@@ -233,7 +239,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         RecipeError: the recipe's number cannot be, with those that can.
     """
     schedule, section = schedule_of(recipe, processes), recipe.pipeline
-    rows = recipe.batch_size // (data_shares(recipe, processes) * recipe.accumulate)
+    rows = recipe.batch_size // (data_shares(recipe, processes) * recipe.pieces)
     if schedule == STREAMS:
         if section.split_size is not None:
             return [-(-rows // min(section.split_size, rows))]
@@ -245,7 +251,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         return [int(section.microbatches)]
     possible = [m for m in range(1, rows + 1) if rows % m == 0 and not _why_not(schedule, m, recipe, processes)]
     what = f"{rows} images a step" + (" and replica" if data_shares(recipe, processes) > 1 else "")
-    what += f" (batch_size={recipe.batch_size}, accumulate={recipe.accumulate})" if recipe.accumulate > 1 else ""
+    what += f" (batch_size={recipe.batch_size}, accumulate={recipe.pieces})" if recipe.pieces > 1 else ""
     if not possible:
         raise RecipeError(
             f"{what} do not divide into equal micro-batches for pipeline.schedule={schedule}, which wants "
@@ -316,7 +322,7 @@ def _batch_sizes(recipe: Recipe, processes: int) -> str:
             count = int(section.microbatches)
         images = section.split_size if section.split_size is not None and schedule != STREAMS else 1
         rows = math.lcm(rows, count * images)
-    return neighbours(recipe.batch_size, data_shares(recipe, processes) * recipe.accumulate * rows)
+    return neighbours(recipe.batch_size, data_shares(recipe, processes) * recipe.pieces * rows)
 
 
 def _listed(choices: list[int]) -> str:

@@ -106,6 +106,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
+            "accumulate=auto": "it cuts batches into micro-batches already; use pipeline.microbatches=auto",
         },
         refuses_processes={
             "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "

@@ -328,7 +328,9 @@ class Recipe(_Section):
     data: DataRecipe = DataRecipe()
     augment: AugmentRecipe = AugmentRecipe()
     batch_size: Positive = key(128, "images per optimizer step, over all devices", 256, le=2**24)
-    accumulate: Positive = key(1, "compute a batch in this many pieces, one after the other, to save memory", 4)
+    accumulate: MicroBatches = key(
+        1, "compute a batch in this many pieces, one after the other, to save memory; auto: the fewest that fit", 4
+    )
     epochs: Positive = key(10, "passes over the training images", 30)
     max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner than epochs", 100)
     optimizer: OptimizerRecipe = OptimizerRecipe()
@@ -388,6 +390,11 @@ class Recipe(_Section):
         """
         optimizer = self.optimizer
         return optimizer.lr if optimizer.lr_per is None else optimizer.lr * self.batch_size / optimizer.lr_per
+
+    @property
+    def pieces(self) -> int:
+        """`accumulate` as a number: 1 as long as it is auto, which a run replaces before its first step."""
+        return 1 if self.accumulate == "auto" else int(self.accumulate)
 
     @property
     def processes(self) -> Processes:
@@ -459,10 +466,10 @@ def _check_texts(recipe: Recipe, name: str) -> None:
 
 def _check_together(recipe: Recipe, name: str) -> None:
     """Keys that are right alone and wrong together."""
-    if recipe.batch_size % recipe.accumulate:
-        sizes = neighbours(recipe.batch_size, recipe.accumulate)
+    if recipe.batch_size % recipe.pieces:
+        sizes = neighbours(recipe.batch_size, recipe.pieces)
         raise RecipeError(
-            f"{name}: batch_size={recipe.batch_size} does not divide into accumulate={recipe.accumulate} equal parts; "
+            f"{name}: batch_size={recipe.batch_size} does not divide into accumulate={recipe.pieces} equal parts; "
             f"try batch_size={sizes}"
         )
     optimizer = recipe.optimizer

@@ -72,6 +72,8 @@ class NullJournal:
     def end(self, cause: str) -> None: ...
     def close(self) -> None: ...
 
+    last_end: str | None = None  # of the attempt before this one
+
     def goodput(self) -> dict[str, Any] | None:
         return None
 
@@ -97,7 +99,8 @@ class Journal(NullJournal):
             self._place = os.fstat(self._file).st_size
             if self._place and os.pread(self._file, 1, self._place - 1) != b"\n":  # a torn line ends here
                 self._place += os.pwrite(self._file, b"\n", self._place)
-        before = _before(sum(seconds().values()), alone=not self._earlier) if ours else {}
+        self.last_end = self._earlier[-1].end if self._earlier else None
+        before = _before(sum(seconds().values()), self._earlier) if ours else {}
         self._before, self._seconds = before, seconds
         self._began = _since_boot() - sum((before | seconds()).values())
         self._boot = ""
@@ -230,14 +233,16 @@ def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: boo
     return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, ends, lacks)
 
 
-def _before(working: float, alone: bool) -> dict[str, float]:
+def _before(working: float, earlier: Sequence[Attempt]) -> dict[str, float]:
     """Seconds before this process began its work, `working` seconds ago, and of a run's first attempt also those of the
-    torchrun that started it."""
+    torchrun that started it. None where the process has made an earlier attempt, which has them."""
     parts, tick = {}, os.sysconf("SC_CLK_TCK")
     with suppress(OSError, ValueError, IndexError):  # the system does not tell
         began = rank.start_of(os.getpid()) / tick
+        if earlier and earlier[-1].boot == rank.boot_id() and earlier[-1].now > began:
+            return {}
         parts[f"{START}imports"] = _since_boot() - began - working
-        if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+        if not earlier and "TORCHELASTIC_RUN_ID" in os.environ:
             parts[f"{START}launcher"] = began - rank.start_of(rank.launcher()) / tick
     return parts
 

@@ -12,6 +12,7 @@ from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
 from trainer.recipe.versions import VERSION
 from trainer.telemetry.readable import columns
+from trainer.training.memory_needs import KEPT
 from trainer.training.run import Run
 
 # Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
@@ -63,12 +64,15 @@ def banner_lines(run: Run) -> dict[str, str]:
     options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
     options.insert(0, precision.computed_in(recipe.precision, world.device))
     note = precision.note(recipe.precision, world.device)
-    local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.accumulate))
-    most = " at most" * (parts * recipe.accumulate * rows != recipe.batch_size)
+    local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.pieces))
+    most = " at most" * (parts * recipe.pieces * rows != recipe.batch_size)
     steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.resolved.steps_per_epoch} steps"
     steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
     steps += f" of {recipe.batch_size} images" + (f", {parts} x {local}{most} a {part}" if parts > 1 else "")
-    steps += f", in {recipe.accumulate} pieces of {rows}{most}" if recipe.accumulate > 1 else ""
+    steps += f", in {recipe.pieces} pieces of {rows}{most}" if recipe.pieces > 1 else ""
+    if KEPT in run.strategy.tuned:
+        steps += " (accumulate=auto)"
+        steps += ", each with its own BatchNorm statistics" * (recipe.pieces > 1 and run.observer.model.batch_norm)
     starts = ", ".join(f"{epochs:.4g}" for epochs in recipe.schedule.restarts if epochs < recipe.epochs)
     steps += f"; a new cosine from lr {recipe.peak_lr:g} after epoch {starts}" if starts else ""
     singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
@@ -107,8 +111,8 @@ def few_for_batch_norm(run: Run) -> str | None:
     """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
     recipe, strategy = run.recipe, run.strategy
     parts = strategy.share.count
-    rows = recipe.batch_size // (parts * recipe.accumulate)
-    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.accumulate > 1)
+    rows = recipe.batch_size // (parts * recipe.pieces)
+    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.pieces > 1)
     if recipe.sync_bn:
         rows *= parts
     elif parts > 1 and "sync_bn" not in recipe.traits.refuses:

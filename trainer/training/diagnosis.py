@@ -84,7 +84,7 @@ def _own_seconds(run: Run, step: float, waited: float, update: float, budget: fl
     for some, and then it seems to need more time, not less. Weights and buffers stay; the optimizer's state does not,
     which is not read any more.
     """
-    world, strategy, pieces = run.world, run.strategy, run.recipe.accumulate
+    world, strategy, pieces = run.world, run.strategy, run.recipe.pieces
     each = (step - waited - update) / pieces + update
     if not world.broadcast_object(4 * each < budget):  # once to warm up, the time of holding, and once more
         return None

@@ -37,7 +37,7 @@ def initial_model(
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    divided = world.size > 1 or recipe.accumulate > 1 or recipe.traits.micro_batches
+    divided = world.size > 1 or recipe.pieces > 1 or recipe.traits.micro_batches
     tell = say if divided and world.is_main else None
 
     def make(starting: bool = state is None, checked: bool = False) -> nn.Module:

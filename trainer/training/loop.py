@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from contextlib import ExitStack, suppress
 from typing import cast
@@ -22,7 +24,7 @@ from trainer.telemetry.readable import titled
 from trainer.training import callbacks, diagnosis, noticing, presenting, reporting, snapshots, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
-from trainer.training.memory_needs import shortage_explained
+from trainer.training.memory_needs import repeatable, shortage_explained, to_go_on
 from trainer.training.rank_sync import RankSync, save_and_stop
 from trainer.training.results import Result
 from trainer.training.run import Run
@@ -34,6 +36,19 @@ def run(recipe: Recipe, own_process: bool = False, given: Callbacks | None = Non
 
     `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot;
     `given` is a program's callback, by default of the one that started this rank.
+    """
+    done = _attempt(recipe, own_process, given, since=-math.inf)
+    while isinstance(done, Recipe):
+        gc.collect()  # what the run has had on its device
+        torch.cuda.empty_cache()
+        done = _attempt(done, own_process, given, since=time.monotonic())
+    return done
+
+
+def _attempt(recipe: Recipe, own_process: bool, given: Callbacks | None, since: float) -> Result | Recipe:
+    """Train up to the end; or give the recipe to go on with, where memory ran out and smaller pieces may fit.
+
+    `since`: the time.monotonic() at which that happened before.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
@@ -47,12 +62,16 @@ def run(recipe: Recipe, own_process: bool = False, given: Callbacks | None = Non
                 loop(this)
                 return finish(this)
         except BaseException as error:
+            again = to_go_on(this, error, since) if this is not None else None
             # Write how the run ended; nothing collective, nothing saved.
             if this is not None:
                 note_end(this.tracker, this.ledger, interrupts, error)
                 with interrupts.saving():
                     this.saver.leave()
                     this.saver.remove_draft()
+            if again is not None and this is not None:
+                this.loader.close()
+                return again
             if this is not None and this.tracker.path is not None:
                 status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
                 with suppress(TrainerError):  # where the folder is what failed, the first error tells
@@ -102,16 +121,17 @@ def train_epoch(run: Run, epoch: int) -> None:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
                 steps.record()
         steps.begin(lr)
-        for micro in range(recipe.accumulate):
-            run.timer.ask()
-            batch = next(batches)
-            waited += run.timer.arrive()
-            if step == 1 and micro == 0:
-                presenting.first_batch(run, batch)
-            if run.teacher is not None:
-                batch = run.teacher.teach(batch)
-            part = steps.forward_backward(batch, loss_weight, sync=micro == recipe.accumulate - 1)
-            loss = part if loss is None else loss + part
+        with repeatable(run):
+            for micro in range(recipe.pieces):
+                run.timer.ask()
+                batch = next(batches)
+                waited += run.timer.arrive()
+                if step == 1 and micro == 0:
+                    presenting.first_batch(run, batch)
+                if run.teacher is not None:
+                    batch = run.teacher.teach(batch)
+                part = steps.forward_backward(batch, loss_weight, sync=micro == recipe.pieces - 1)
+                loss = part if loss is None else loss + part
         assert loss is not None
         strategy.reduce_gradients()
         run.timer.update()
@@ -162,7 +182,7 @@ def end_epoch(run: Run, epoch: int, begun: float) -> None:
     last = stopping.may_be_last(run.recipe, state, epoch)
     mistakes = Mistakes(run.task) if last else None
     trained = time.perf_counter()
-    with run.ledger.span("evaluation"):
+    with run.ledger.span("evaluation"), repeatable(run):
         history.validation = measure(run, mistakes, None if last else epoch + 1)
     history.latest = [*history.latest, metrics_of(history.validation)][-noticing.LATEST :]
     speed = history.validation["val_samples"] / (time.perf_counter() - trained)

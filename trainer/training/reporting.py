@@ -191,7 +191,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "world_size": run.world.size,
             "devices": list(run.world.devices),
             "batch_size": recipe.batch_size,
-            "accumulate": recipe.accumulate,
+            "accumulate": recipe.pieces,
             "precision": precision.computed_in(recipe.precision, run.world.device),
             "epochs": len(history.losses),
             "steps": run.state.position.step,

@@ -8,6 +8,8 @@ import torch
 
 from trainer.data import Loader
 from trainer.devices.strain import Strain, StrainMeter
+from trainer.models.undisturbed import is_plain
+from trainer.modes.base import by_type
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.world import World
 from trainer.recipe import Recipe
@@ -80,5 +82,8 @@ class Run:
         self.saver = Saver(self.world.rank, self.recipe.timeout)
         self.steps = Steps(self.recipe, self.strategy, state.updater, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
+        # What passes change of a model beside gradients; whether memory ran out in them, and all is as it was before.
+        self.buffers = by_type(b for part in self.strategy.modules() for b in part.buffers() if is_plain(b))
+        self.repeatable = False
         # Unreadable images and uncached photos of this rank that the history has.
         self.counted = torch.zeros(2, dtype=torch.int64)

@@ -43,10 +43,10 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, reporting, resuming, stopping
+from trainer.training import banner, pieces, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
-from trainer.training.randomness import seed_everything, seed_ranks
+from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
 from trainer.training.recomputing import settled
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
@@ -64,7 +64,13 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
     with claimed.part("data"):
         resolved = resolve(recipe, claimed, closing)
     with claimed.part("model"):
-        run = build(resolved, interrupts, callbacks, ledger)
+        drawn = random_states([])
+
+        def made(chosen: Resolved) -> Run:
+            restore_random_states(drawn, [])
+            return build(chosen, interrupts, callbacks, ledger)
+
+        run = pieces.fewest(made, resolved)
     with claimed.part("logging"):
         begin(run)
     ledger.turn(OTHER)

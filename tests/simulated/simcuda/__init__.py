@@ -14,7 +14,8 @@ What is simulated, by file:
   and not before; until then the memory holds rubbish.
 - `memory`: which storage lies where; a RACE, where two streams touch memory in no order and one of them writes; the
   caching allocator's pools, a stream each, and with them REUSE: memory that is given away while another stream may
-  still be using it, because nobody called `record_stream`; pinned memory; allocated, reserved and peak bytes.
+  still be using it, because nobody called `record_stream`; pinned memory; allocated, reserved and peak bytes,
+  and no more than a card has.
 - `kernels`: a `TorchDispatchMode` that charges kernels, refuses tensors of several devices as CUDA does, draws random
   numbers from its device's generator, and finds what makes the host wait.
 - `functions`: a `TorchFunctionMode` that turns devices in arguments into tags, and tags into devices where code asks.
@@ -26,7 +27,7 @@ What is simulated, by file:
 - `plugin`: a whole command on simulated cards.
 - `sources`: lines of the project found in its syntax trees, to take them out (mutants).
 
-What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), memory limits, compiled code, NCCL itself,
+What is not: speed, numerics of CUDA kernels (TF32, cuDNN, atomics), compiled code, NCCL itself,
 and errors that only a driver can give.
 """
 

@@ -57,7 +57,7 @@ class Machine:
         self.cards, self.count = tuple(cards), len(cards)
         self.here, self.order, self.waits = Here(), Order(), Waits()
         self.streams: list[Stream] = []
-        self.memory, self.graphs = Memory(self.order), Graphs(self)
+        self.memory, self.graphs = Memory(self.order, [card.size for card in cards]), Graphs(self)
         self.default = [Stream(self, index) for index in range(self.count)]
         self.generators: list[Tensor] = []
         self.broken: set[int] = set()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tests.simulated.simcuda.order import Order, Stream
@@ -47,8 +48,8 @@ def key(tensor: Tensor) -> int:
 class Memory:
     """All storages that are not plain memory of the host."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, order: Order, sizes: Sequence[int]) -> None:
+        self.order, self.sizes = order, sizes  # bytes of each device
         self.errors: list[str] = []
         self.blocks: dict[int, Block] = {}
         self.pinned: dict[int, list[tuple[int, int]]] = {}  # with the copies that may still read it
@@ -71,8 +72,10 @@ class Memory:
         pool = self.pools[device, stream.id]
         pool.live += storage.nbytes()
         pool.reserved = max(pool.reserved, pool.live)
-        self.peak[device] = max(self.peak[device], self.allocated(device))
         self._references[name] = weakref.ref(storage, lambda _: self._free(name))
+        if self.allocated(device) > self.sizes[device]:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
+        self.peak[device] = max(self.peak[device], self.allocated(device))
 
     def _free(self, name: int) -> None:
         self._references.pop(name, None)

@@ -82,7 +82,7 @@ class Comparison:
             yield self._check(row, CHECK, [])
             if row.entry.recipe.traits.reference and not row.parts and CHECK in row.results:
                 # On a GPU once more, in smaller pieces if the batch divides: what rounding alone does to losses.
-                pieces = 2 * row.entry.recipe.accumulate
+                pieces = 2 * row.results[CHECK].get("accumulate", 1)
                 if row.results[CHECK]["devices"][0].startswith("cuda"):
                     divides = row.entry.recipe.batch_size % pieces == 0
                     yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)

@@ -61,7 +61,7 @@ def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast
     notes = list(measured.assumptions)
     if layout.rows != measured.rows:
         notes.append(f"an image takes as long in passes of {layout.rows} as in passes of {measured.rows}")
-    compute = measured.image * layout.rows * layout.recipe.accumulate
+    compute = measured.image * layout.rows * layout.recipe.pieces
     seconds, how = _exchange(fake, layout, measured)
     notes += [how] * bool(how)
     hidden = 0.0
@@ -113,5 +113,5 @@ def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: in
     else:
         length, bubble = step_and_bubble(layout.schedule, layout.workers, cut.microbatches, stages, transfer)
     of_optimizer = max(cut.gradients) / sum(cut.gradients) if layout.processes > 1 else 1.0
-    compute, update = length * recipe.accumulate, measured.optimizer * of_optimizer
+    compute, update = length * recipe.pieces, measured.optimizer * of_optimizer
     return Forecast(compute, exchange, update, measured.other, bubble, cut, tuple(notes))

@@ -21,8 +21,7 @@ from trainer.modes.dp import rows_of_devices
 from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
-from trainer.recipe import checks
-from trainer.recipe.checks import weight_shards
+from trainer.recipe.checks import check_processes, piece_counts, weight_shards
 from trainer.recipe.versions import torch_has
 from trainer.telemetry.device_memory import free_memory
 
@@ -72,7 +71,7 @@ def _of_whole(fake: FakeModel, layout: Layout) -> Device:
     resident = resident._replace(optimizer=resident.optimizer + _outer(resident, layout))
     images = sum(fake.batch_bytes(layout.rows))
     several, exchanges = layout.processes > 1, recipe.traits.exchanges
-    stays = recipe.accumulate > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
+    stays = recipe.pieces > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
     activations = fake.whole(layout.rows, gradients=True).peak
     if several and recipe.ddp.compress:  # all gradients in bf16 may be under way at once
         activations = max(activations, resident.gradients // 2)
@@ -104,7 +103,7 @@ def _of_shards(fake: FakeModel, layout: Layout) -> Device:
     offload = _is_offloaded(layout)
     if offload:
         resident = Resident(0, 0, 0, saved_buffers(fake.model) * (whole.ema > 0), whole.buffers)
-    stays = recipe.accumulate > 1  # gradients, from one pass to the next
+    stays = recipe.pieces > 1  # gradients, from one pass to the next
     rest, *units = unit_sizes(fake.model, units_of(fake.model))
     gathered = min(whole.parameters, rest + 3 * max(units)) if recipe.fsdp.reshard and units else whole.parameters
     # Shards of gradients come as activations go.
@@ -213,12 +212,12 @@ def limit(devices: Sequence[Device], layout: Layout, room: int | None) -> Limit 
     return Limit(memory[0], usable, memory[1])
 
 
-def settled(fake: FakeModel, layout: Layout, room: int | None) -> tuple[FakeModel, Layout]:
+def with_recompute(fake: FakeModel, layout: Layout, room: int | None) -> tuple[FakeModel, Layout]:
     """With `recompute=auto` decided as training would: of the first blocks as few as fit a GPU, else all."""
 
     def planned(count: int) -> tuple[FakeModel, Layout]:
         recipe = layout.recipe.replace(recompute=count > 0)
-        checks.check_processes(recipe, layout.processes)
+        check_processes(recipe, layout.processes)
         return FakeModel(recipe, fake.images, layout.kind, count), replace(layout, recipe=recipe)
 
     def fit(count: int) -> bool:
@@ -247,10 +246,24 @@ def fits(devices: Sequence[Device], limit: Limit | None) -> bool | None:
     return None if limit is None else fullest(devices) <= limit.usable
 
 
+def in_pieces(fake: FakeModel, layout: Layout, room: int | None) -> Layout:
+    """With a number in place of accumulate=auto: the first that fits, as training finds it; the last where none does,
+    and 1 where that is not known, as on the CPU."""
+    if layout.recipe.accumulate != "auto":
+        return layout
+    chosen = replace(layout, recipe=layout.recipe.replace(accumulate=1))
+    for number in piece_counts(layout.recipe, layout.data_shares) if layout.kind == "cuda" else ():
+        chosen = replace(layout, recipe=layout.recipe.replace(accumulate=number))
+        devices = footprint(fake, chosen)
+        if fits(devices, limit(devices, chosen, room)) is not False:
+            break
+    return chosen
+
+
 def advice(fake: FakeModel, layout: Layout, room: int) -> list[dict[str, Any]]:
     """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
     recipe, found = layout.recipe, []
-    ways: list[list[dict[str, Any]]] = [[{"accumulate": recipe.accumulate * 2**n} for n in range(1, 10)]]
+    ways: list[list[dict[str, Any]]] = [[{"accumulate": recipe.pieces * 2**n} for n in range(1, 10)]]
     ways += [[{"recompute": True}]] * (recipe.recompute is not True)
     if recipe.traits.exchanges == "shards" and layout.kind == "cuda":
         ways.append([{"fsdp__offload": True}])

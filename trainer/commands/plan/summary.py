@@ -40,16 +40,16 @@ def summarise(
     words: Sequence[str],
 ) -> Plan:
     """Everything that is known of the layout before it runs; see `trainer.commands.plan.plan`."""
+    auto, images = layout.recipe.accumulate == "auto", dataset_facts(layout.recipe)
+    fake, layout = planned_memory.with_recompute(FakeModel(layout.recipe, images, layout.kind), layout, room)
+    layout = planned_memory.in_pieces(fake, layout, room)
     recipe = layout.recipe
-    images = dataset_facts(recipe)
     steps = total = None
     if images.train is not None:
         steps = steps_per_epoch(
             images.train, recipe, DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
         )
         total = total_steps(recipe, steps)
-    fake, layout = planned_memory.settled(FakeModel(recipe, images, layout.kind), layout, room)
-    recipe = layout.recipe
     predicted = cut = None
     if measured is not None:
         predicted = forecast.forecast(fake, layout, speed_probe.here(layout, images, plugin), bandwidth)
@@ -59,7 +59,9 @@ def summarise(
     devices = planned_memory.footprint(fake, layout, cut)
     limit = planned_memory.limit(devices, layout, room)
     fits = planned_memory.fits(devices, limit)
-    modes = every_mode(recipe, nproc, layout.kind == "cuda") if every else {}
+    modes = (
+        every_mode(recipe.replace(accumulate="auto") if auto else recipe, nproc, layout.kind == "cuda") if every else {}
+    )
     prediction = None if predicted is None else predicted.figures(recipe.batch_size)
     return {
         "recipe": recipe.name,
@@ -86,7 +88,7 @@ def summarise(
             "shards": layout.data_shares,
             "per_shard": most_rows(recipe, layout.data_shares, 1),
             "per_device": recipe.batch_size / len(layout.devices),
-            "accumulate": recipe.accumulate,
+            "accumulate": recipe.pieces,
             "per_pass": layout.rows,
             "microbatch": None if cut is None else cut.rows,
         },
@@ -104,7 +106,7 @@ def summarise(
         "predicted_samples_per_sec": None if prediction is None else prediction["samples_per_sec"],
         "commands": commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
-        "assumptions": [*_assumptions(fake, layout, images), *(predicted.assumptions if predicted else ())],
+        "assumptions": [*_assumptions(fake, layout, images, auto), *(predicted.assumptions if predicted else ())],
         "modes": [_mode(fake, mode, laid_out, room) for mode, laid_out in modes.items()] if every else None,
     }
 
@@ -159,9 +161,11 @@ def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
 
 
-def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts) -> list[str]:
+def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, auto: bool) -> list[str]:
     """What the figures rest on."""
     recipe, notes = layout.recipe, []
+    if auto:
+        notes.append(f"accumulate=auto takes {recipe.pieces} here; a run tries it and counts what memory is free then")
     if layout.staged and recipe.pipeline.cuts == "auto":
         notes.append("stages are balanced by FLOPs; training measures blocks on its devices and may cut elsewhere")
     if layout.staged and len(layout.microbatches) > 1:
@@ -193,6 +197,7 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
             raise layout
         if layout.recipe.recompute:  # stages are traced as they are, and other modes run blocks that are wrapped
             fake = FakeModel(layout.recipe, fake.images, layout.kind)
+        layout = planned_memory.in_pieces(fake, layout, room)
         cut = schedules.cut(fake, layout) if layout.staged else None
         devices = planned_memory.footprint(fake, layout, cut)
     except RecipeError as error:

@@ -1,0 +1,54 @@
+"""A plugin: a model with BatchNorm and dropout on a full device, for passes of more than SHORT_ROWS images after
+SHORT_AFTER of them; with SHORT_IN=step once, in the optimizer's step. SHORT_RANK is the rank that it happens to.
+"""
+
+import os
+
+import torch
+from torch import nn
+
+from trainer import register_model
+from trainer.models import small
+
+ROWS, AFTER = int(os.environ.get("SHORT_ROWS", 8)), int(os.environ.get("SHORT_AFTER", 0))
+HERE = os.environ.get("SHORT_RANK", "0") == os.environ.get("RANK", "0")
+passes = 0
+
+
+def full():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+
+
+class Short(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.dropout = model, nn.Dropout(0.1)
+
+    def forward(self, x):
+        global passes
+        out = self.dropout(self.model(x))
+        passes += torch.is_grad_enabled() and len(x) > ROWS
+        if HERE and torch.is_grad_enabled() and passes > AFTER and len(x) > ROWS and "SHORT_IN" not in os.environ:
+            full()
+        return out
+
+
+@register_model("short")
+def short(classes, channels, size):
+    return Short(small.SMALL["cnn"](classes, channels, size))
+
+
+if os.environ.get("SHORT_IN") == "step":
+    from trainer.optim.optimization import Updater
+
+    plain, steps = Updater.step, 0
+
+    def step(*given):
+        global steps
+        norm = plain(*given)
+        steps += 1
+        if steps == AFTER:
+            full()
+        return norm
+
+    Updater.step = step

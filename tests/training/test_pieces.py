@@ -1,0 +1,130 @@
+"""accumulate=auto: how many pieces are taken, that finding out changes nothing of the run, going on with more."""
+
+import json
+
+import pytest
+import torch
+
+from tests.command_line import QUIET, losses, ok, result, trainer
+from trainer.errors import RecipeError
+from trainer.recipe import load
+from trainer.recipe.checks import check_processes, piece_counts
+from trainer.saving import checkpoint
+
+DATA = ["data.name=synthetic", "data.samples=64", "data.val_samples=24", "data.image_size=8", "data.channels=1"]
+WORDS = [*DATA, "batch_size=16", "epochs=2", "optimizer.lr=0.01", "threads=1", *QUIET]
+SHORT = [*WORDS, "plugin=tests.training.short_of_memory", "model.name=short"]
+CARDS = ["plugin=tests.simulated.simcuda.plugin", *WORDS, "model.name=cnn", "data.image_size=32", "max_steps=2"]
+LITTLE, MUCH = {"TRAINER_TEST_MEMORY": str(9 << 20)}, {"TRAINER_TEST_MEMORY": str(1 << 30)}
+
+
+def pieces(folder):
+    kept = json.loads((folder / "tuning.json").read_text())["accumulate"]["pieces"]
+    assert result(folder)["accumulate"] == kept
+    return kept
+
+
+def assert_same(one, other, steps=None):
+    """To the bit: losses, weights, optimizer."""
+    assert losses(one)[steps or 0 :] == losses(other)[steps or 0 :]
+    for part in ("model", "optimizer"):
+        mine, theirs = (checkpoint.newest(folder, print).state.part(part) for folder in (one, other))
+        assert mine and all(torch.equal(mine[name].read(), theirs[name].read()) for name in mine), part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["precision=bf16", "ema=0.9", "augment.mixup=0.2"]], ids=["plain", "all"])
+def test_on_a_card_the_fewest_that_fit_are_those_that_are_typed(more, tmp_path):
+    """With BatchNorm; on a card with room for all it is one piece."""
+    words = [*(word for word in CARDS if word != "data.image_size=8"), "mode=single", *more]
+    for name, cards, typed in (("little", LITTLE, "auto"), ("much", MUCH, "auto"), ("one", MUCH, 1)):
+        env = {"TRAINER_TEST_CARDS": "1", **cards}
+        done = ok(*words, f"accumulate={typed}", f"output={tmp_path / name}", env=env)
+        assert ("BatchNorm" in done.stdout) == (name == "little")
+    found = pieces(tmp_path / "little")
+    assert found > 1 == pieces(tmp_path / "much")
+    env = {"TRAINER_TEST_CARDS": "1", **MUCH}
+    ok(*words, f"accumulate={found}", f"output={tmp_path / 'typed'}", env=env)
+    assert_same(tmp_path / "little", tmp_path / "typed")
+    assert_same(tmp_path / "much", tmp_path / "one")
+    fewer = trainer(*words, f"accumulate={found // 2}", f"output={tmp_path / 'fewer'}", env={**env, **LITTLE})
+    peak = max(result(tmp_path / "fewer")["peak_memory_bytes"].values(), default=0)
+    assert fewer.returncode == 6 or peak > 0.85 * int(LITTLE["TRAINER_TEST_MEMORY"]), "fewer would have fitted"
+
+
+def test_a_run_that_meets_out_of_memory_goes_on_from_its_last_step(tmp_path):
+    """As one that was killed after that step and continued in as many pieces: with dropout and BatchNorm."""
+    done = ok(*SHORT, "mode=single", "accumulate=auto", f"output={tmp_path / 'auto'}", env={"SHORT_AFTER": "6"})
+    assert "out of memory after step 6" in done.stdout and "from step 6" in done.stdout
+    assert pieces(tmp_path / "auto") == 2 and result(tmp_path / "auto")["steps"] == 8
+    assert [end["cause"] for end in result(tmp_path / "auto")["goodput"]["ends"]] == ["out of memory", "completed"]
+    words = [*SHORT, "mode=single", "save.every_steps=6", f"output={tmp_path / 'killed'}"]
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7", "SHORT_ROWS": "99"}).returncode != 0
+    ok(*words, "resume=auto", "accumulate=2")
+    assert_same(tmp_path / "auto", tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("after", "code"), [(6, 0), (2, 6)])
+def test_in_the_optimizers_step_it_goes_on_from_a_checkpoint_or_ends(after, code, tmp_path):
+    words = [*SHORT, "mode=single", "accumulate=auto", f"output={tmp_path / 'run'}"]
+    done = trainer(*words, env={"SHORT_AFTER": str(after), "SHORT_IN": "step"})
+    assert done.returncode == code, done.stderr
+    if code:
+        assert f"recipe={tmp_path / 'run'} output={tmp_path / 'run'} resume=auto" in done.stderr
+        ok(f"recipe={tmp_path / 'run'}", SHORT[-2], f"output={tmp_path / 'run'}", "resume=auto")
+    else:
+        assert "from its newest checkpoint" in done.stdout and "resuming at step 4" in done.stdout
+    assert pieces(tmp_path / "run") == 2 and checkpoint.newest(tmp_path / "run", print).state.position.step == 8
+
+
+@pytest.mark.slow
+def test_once_a_minute_at_most(tmp_path):
+    env = {"SHORT_AFTER": "2", "SHORT_ROWS": "4"}
+    done = trainer(*SHORT, "mode=single", "accumulate=auto", f"output={tmp_path / 'run'}", env=env)
+    assert done.returncode == 6 and done.stdout.count("out of memory after step") == 1
+    assert "the next attempt takes more pieces, 4" in done.stderr
+    ok(*SHORT, "mode=single", "accumulate=auto", "resume=auto", f"output={tmp_path / 'run'}", env=env)
+    assert pieces(tmp_path / "run") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "local_sgd"])
+def test_ranks_of_which_one_runs_out_start_again_from_their_checkpoint(mode, tmp_path):
+    """In twice as many pieces, all of them; as typed from there on."""
+    words = [*SHORT, f"mode={mode}", "nproc=2", "save.every_steps=2"]
+    env = {"SHORT_RANK": "1", "SHORT_AFTER": "5", "SHORT_ROWS": "4"}
+    done = ok(*words, "accumulate=auto", f"output={tmp_path / 'auto'}", env=env)
+    assert "starting again, from the newest checkpoint" in done.stderr
+    assert pieces(tmp_path / "auto") == 2 and result(tmp_path / "auto")["steps"] == 8
+    whole = [word for word in words if "save" not in word]
+    ok(*whole, "accumulate=2", f"output={tmp_path / 'typed'}", env={"SHORT_ROWS": "99"})
+    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "typed"), rel=0.1)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "1.5", "many", "[2]", "true", "null", "''", "1e400", "Auto"])
+def test_other_values_are_refused(value, tmp_path):
+    (tmp_path / "file.yaml").write_text(f"accumulate: {value}\n")
+    for source, words in ((None, [f"accumulate={value}"]), (tmp_path / "file.yaml", [])):
+        with pytest.raises(RecipeError, match=r"accumulate.* must be auto or a number"):
+            load(source, *words)
+
+
+def test_a_pipeline_has_micro_batches():
+    for words in (["mode=pipeline"], ["mode=pipeline", "pipeline.schedule=gpipe"]):
+        with pytest.raises(RecipeError, match=r"use pipeline.microbatches=auto"):
+            check_processes(load(None, *words, "accumulate=auto"), 1 + len(words[1:]))
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "numbers"),
+    [
+        (["mode=ddp", "batch_size=24"], 2, [1, 2, 3, 4, 6, 8, 12]),
+        (["mode=local_sgd", "batch_size=24"], 2, [1, 2, 3, 4, 6, 12]),
+        (["mode=ddp", "batch_size=24"], 5, [1, 2, 3, 4]),
+        (["mode=single", "batch_size=12", "augment.mixup=0.2"], 1, [1, 2, 3, 6]),
+        (["mode=single", "batch_size=7"], 1, [1, 7]),
+    ],
+)
+def test_numbers_that_divide_the_batch_and_its_shares(words, count, numbers):
+    assert piece_counts(load(None, *words, "accumulate=auto"), count) == numbers

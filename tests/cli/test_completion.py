@@ -77,7 +77,7 @@ TABLE: list[tuple[str, set[str]]] = [
     ("trainer doctor ", set()),
     ("trainer runs --", {"--help"}),
     ("trainer recipe=digits eva", set()),
-    ("trainer evaluate rec", set()),
+    ("trainer evaluate recip", set()),
     ("trainer recipe=digits model.name=resnet20", {"resnet20"}),
     ("./launch.sh recipe=digits resume=au", {"auto"}),
     ("python -m trainer data.ro", {"data.root="}),

@@ -36,7 +36,7 @@ def test_a_new_head(name):
     ("keys", "channels", "size", "says"),
     [
         ({"name": "resnet5"}, 3, 32, "did you mean"),
-        ({"name": "resnet18"}, 1, 32, "data.channels=3"),
+        ({"name": "inception_v3"}, 1, 299, "data.channels=3"),
         ({"name": "alexnet"}, 3, 8, "data.image_size=64"),
         ({"name": "cnn", "weights": "DEFAULT"}, 3, 8, "no published weights"),
         ({"name": "resnet18", "weights": "BEST"}, 3, 32, "IMAGENET1K_V1"),

@@ -59,7 +59,7 @@ def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, nam
         "devices: cuda:1",
         "devices: [gpu]",
         "devices: []",
-        "data: {channels: 2}",
+        "data: {channels: 65}",
         "model: {name: [cnn]}",
         "model: {freeze: 0}",
         "model: {freeze: []}",

@@ -25,7 +25,11 @@ def test_every_key_has_a_comment_of_its_own() -> None:
     assert all(10 < len(comment) <= 100 and not comment.endswith(".") for comment in comments), comments
     assert len({*comments}) == len(comments)
     assert all(sections().values()) and {key.section for key in known.values()} == {*sections()}
-    assert (known["data.channels"].values, known["epochs"].values, known["compile"].values) == ("1, 3, null", "", "")
+    assert (known["data.cache_format"].values, known["epochs"].values, known["compile"].values) == (
+        "raw, jpeg, null",
+        "",
+        "",
+    )
 
 
 @pytest.mark.parametrize("path", made(), ids=lambda path: path.name)

@@ -61,7 +61,7 @@ class LoadedModel:
     Attributes:
         path: of the run, or of the weights.
         model: in evaluation mode, on the CPU until `predict` takes it to a GPU. Its input is float32 (N, channels,
-            size, size), normalised.
+            height, width), normalised.
         classes: names of the outputs, in their order.
     """
 
@@ -168,7 +168,10 @@ class LoadedModel:
     def _item(self, image: Tensor | np.ndarray[Any, Any]) -> Tensor:
         try:
             array = as_input(image) if isinstance(image, np.ndarray) else image
-            return from_item(array, self._trained.preparation.channels)
+            channels = self._trained.preparation.channels
+            if isinstance(image, np.ndarray) and channels not in (1, 3) and image.shape[2:] == (channels,):
+                array = array.movedim(-1, 0)
+            return from_item(array, channels)
         except TypeError as error:
             raise RecipeError(f"predict() takes {FORMS}: {error}") from None
 

@@ -23,6 +23,7 @@ from trainer.data.photos import policies
 from trainer.data.photos.copies import on_device
 from trainer.data.sampling import Array, Mix
 from trainer.recipe import AugmentRecipe
+from trainer.recipe.image_sizes import ImageSize, sides
 
 
 @contextmanager
@@ -78,13 +79,15 @@ class Draws:
     flip: Tensor | None  # (n,) bool
 
     @classmethod
-    def of(cls, recipe: AugmentRecipe, seed: int, epoch: int, index: Array, size: int, device: torch.device) -> Draws:
+    def of(
+        cls, recipe: AugmentRecipe, seed: int, epoch: int, index: Array, size: ImageSize, device: torch.device
+    ) -> Draws:
         shift = box = flip = None
         if recipe.crop == "pad":
             shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
         if recipe.crop == "resized":
             draws, (low, high) = sampling.box_draws(seed, epoch, index, sampling.CROP), recipe.crop_scale
-            box = sampling.crop_boxes(draws, size, size, (low, high))
+            box = sampling.crop_boxes(draws, *sides(size), (low, high))
         if recipe.hflip:
             flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
         return cls(
@@ -166,7 +169,7 @@ class DeviceTransform:
         self,
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        size: int,
+        size: ImageSize,
         channels_last: bool,
         device: torch.device,
     ) -> None:
@@ -178,7 +181,8 @@ class DeviceTransform:
         def whole(values: Tensor) -> Tensor:
             # A number a pixel: over a last dimension of three, broadcasting takes five times as long.
             values = values.float()
-            full = values.expand(size, size, -1) if self.channels_last else values[:, None, None].expand(-1, size, size)
+            last = self.channels_last
+            full = values.expand(*sides(size), -1) if last else values[:, None, None].expand(-1, *sides(size))
             return full.contiguous().to(device)
 
         self.scale, self.shift = whole(scale), whole(shift)
@@ -203,7 +207,7 @@ class DeviceTransform:
     def erased(self, inputs: Tensor, boxes: Array) -> Tensor:
         """Set each image's box to the mean, in place."""
         if self.device.type == "cuda":  # as many kernels for any number of images
-            return inputs.masked_fill_(self._inside(boxes, inputs.shape[-1]), 0)
+            return inputs.masked_fill_(self._inside(boxes, inputs.shape[-2:]), 0)
         for row in np.flatnonzero(boxes[:, 2]):  # few are: a mask over the whole batch takes five times as long
             top, left, height, width = boxes[row].tolist()
             inputs[row, :, top : top + height, left : left + width] = 0
@@ -216,7 +220,7 @@ class DeviceTransform:
         away = self._column(1 - mix.blend)[:, :, None, None, None]
         mixed = torch.lerp(pairs, other, away)
         if mix.box.any():
-            mixed = torch.where(self._inside(mix.box, inputs.shape[-1])[:, None], other, mixed)
+            mixed = torch.where(self._inside(mix.box, inputs.shape[-2:])[:, None], other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
         # With one channel the strides may have changed and mean the same; compiled code would be compiled again.
         return whole.as_strided(whole.shape, inputs.stride()) if inputs.shape[1] == 1 else whole
@@ -240,9 +244,9 @@ class DeviceTransform:
     def _column(self, values: Array) -> Tensor:
         return on_device(torch.from_numpy(values), self.device)[:, None]
 
-    def _inside(self, boxes: Array, size: int) -> Tensor:
-        """(n, 1, size, size) bool: the pixels inside each (top, left, height, width)."""
+    def _inside(self, boxes: Array, size: tuple[int, ...]) -> Tensor:
+        """(n, 1, *size) bool: the pixels inside each (top, left, height, width)."""
         top, left, height, width = on_device(torch.from_numpy(boxes), self.device)[:, :, None].unbind(1)
-        at = torch.arange(size, device=self.device)
-        rows, columns = (at >= top) & (at < top + height), (at >= left) & (at < left + width)
+        y, x = (torch.arange(side, device=self.device) for side in size)
+        rows, columns = (y >= top) & (y < top + height), (x >= left) & (x < left + width)
         return (rows[:, None, :, None]) & (columns[:, None, None, :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import DataRecipe, Recipe, differing
+from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
 POOL_IMAGES, POOL_BYTES = 256, 2**26  # distinct images behind a synthetic set
@@ -101,6 +103,9 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     elif len(data.targets.shape) > 1:
         shape = " x ".join(map(str, data.targets.shape))
         why = f"moves pixels, and the targets of {name}, of {shape}, would not move with them"
+    elif data.channels not in (1, 3) and recipe.augment.auto != "none":
+        why = f"changes colours, and images have {data.channels} channels"
+        raise RecipeError(f"augment.auto={recipe.augment.auto} {why}: set augment.auto=none")
     else:
         return
     changed = differing(Recipe(), recipe)
@@ -136,10 +141,10 @@ def _opened(recipe: Recipe, before: Before) -> Datasets:
     if data.name == "digits":
         return digits(data)
     if data.name == "synthetic":
-        return synthetic(recipe, data.samples, data.image_size or 32, recipe.model.num_classes or 10)
+        return synthetic(recipe, data.samples, typed_size(data.image_size) or 32, recipe.model.num_classes or 10)
     if data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic":
         samples = max(data.samples, STAND_IN_STEPS * recipe.batch_size)
-        return synthetic(recipe, samples, data.image_size or 224, recipe.model.num_classes or 1000)
+        return synthetic(recipe, samples, typed_size(data.image_size) or 224, recipe.model.num_classes or 1000)
     if data.name == "imagefolder":
         return open_folder(recipe, before) if data.labels is None else open_table(recipe, before)
     if data.name == "shards":
@@ -168,16 +173,16 @@ def digits(data: DataRecipe) -> Datasets:
     return in_memory(data, train, val, classes, ((0.3053,), (0.3760,)), "every fifth image (index % 5 == 0)")
 
 
-def synthetic(recipe: Recipe, samples: int, size: int, classes: int) -> Datasets:
-    """Random images of `size` x `size` and fixed labels."""
+def synthetic(recipe: Recipe, samples: int, size: ImageSize, classes: int) -> Datasets:
+    """Random images of a size and fixed labels."""
     channels = recipe.data.channels or 3
-    rows = min(POOL_IMAGES, max(1, POOL_BYTES // (size * size * channels)))
+    rows = min(POOL_IMAGES, max(1, POOL_BYTES // math.prod((*sides(size), channels))))
 
     def make(split: int, length: int) -> ImageSet:
         key = int(sampling.hashed(recipe.seed, 0, split, sampling.POOL)[0])
         count = min(rows, length)
         stream = np.random.Generator(np.random.Philox(key=key))
-        pixels = stream.integers(0, 256, (count, channels, size, size), dtype=np.uint8)
+        pixels = stream.integers(0, 256, (count, channels, *sides(size)), dtype=np.uint8)
         return ImageSet(torch.from_numpy(pixels), torch.arange(count) % classes, length)
 
     return Datasets(

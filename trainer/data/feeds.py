@@ -81,7 +81,8 @@ class ImageFeed(MemoryFeed):
         self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
 
     def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
-        draws = Draws.of(self._augment, self._seed, epoch, index, self._gallery.width, self._device)
+        size = self._gallery.height, self._gallery.width
+        draws = Draws.of(self._augment, self._seed, epoch, index, size, self._device)
 
         def take(at: Tensor, start: int, batch: Array) -> Tensor:
             images = self._gallery.take(at, draws.rows(start, start + len(batch)))

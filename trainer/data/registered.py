@@ -24,6 +24,7 @@ from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.image_sizes import in_pixels, sides, typed_size
 from trainer.recipe.known_names import DATASETS, Registry
 from trainer.saving.files import portable
 from trainer.tasks import Task
@@ -119,10 +120,10 @@ def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tu
             raise RecipeError(f"data.name={data.name}: training inputs are {specs[0]}, held-out ones {specs[1]}")
         return _plain(data, sets[0], sets[1], names, specs[0])
     for images, _ in parts:
-        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3, data.channels):
             raise RecipeError(
-                f"data.name={data.name}: images must be uint8 (N, 1 or 3, H, W), and other inputs of another type, "
-                f"found {images.dtype} {tuple(images.shape)}"
+                f"data.name={data.name}: images must be uint8 (N, 1, 3 or data.channels, H, W), and other inputs of "
+                f"another type, found {images.dtype} {tuple(images.shape)}"
             )
     return in_memory(data, train, val, names, measured(train[0]), SPLIT)
 
@@ -137,7 +138,7 @@ def in_memory(
 ) -> Datasets:
     """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), cut to the recipe's size.
 
-    Their shorter side becomes that size, and what the longer one has beyond it is cut off at both ends. `known` are
+    They are resized until they just cover it, and what they have beyond it is cut off at both ends. `known` are
     the images' mean and standard deviation, a channel each. Raises RecipeError.
     """
     channels = data.channels or train[0].shape[1]
@@ -145,26 +146,29 @@ def in_memory(
     if data.image_size is None and height != width:
         raise RecipeError(
             f"data.name={data.name}: images of {height} x {width} are not square: "
-            f"data.image_size={min(height, width)} keeps the square in their middle; to keep all, pad them to squares"
+            f"data.image_size={min(height, width)} keeps the square in their middle, "
+            f"data.image_size=[{height},{width}] all of them"
         )
-    size = data.image_size or int(height)
+    size = typed_size(data.image_size) or int(height)
 
     def resized(pair: Sequence[Tensor]) -> ImageSet:
         images = with_channels(pair[0], channels)
-        if images.shape[-2:] != (size, size):
+        if images.shape[-2:] != sides(size):
             if pair[1].dim() > 2:
                 raise RecipeError(
                     f"data.name={data.name}: its images are {' x '.join(map(str, images.shape[-2:]))} and would become "
-                    f"{size} x {size}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not follow"
+                    f"{in_pixels(size)}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not "
+                    "follow"
                 )
             images = centre_cut(images, size, size)
         return ImageSet(images, pair[1])
 
     mean, std = statistics(*known, channels)
     parts, sources = (resized(train), resized(val)), (train, val)
-    oblong = {tuple(pair[0].shape[-2:]) for pair in sources if pair[0].shape[-2] != pair[0].shape[-1]}
-    shapes = " and ".join(f"{height} x {width}" for height, width in sorted(oblong))
-    notes = {"images": f"are {shapes}, of which the square in the middle is kept"} if oblong else {}
+    (high, wide), before = sides(size), {tuple(pair[0].shape[-2:]) for pair in sources}
+    shapes = " and ".join(f"{height} x {width}" for height, width in sorted(before) if height * wide != width * high)
+    kept = "square" if high == wide else f"part of the shape of {in_pixels(size)}"
+    notes = {"images": f"are {shapes}, of which the {kept} in the middle is kept"} if shapes else {}
     return Datasets(data.name, *parts, classes, channels, size, mean, std, False, holdout, notes, sources=sources)
 
 
@@ -184,6 +188,8 @@ def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) ->
     if spec is not None:
         return _plain(data, train, val, names, spec, target)
     channels, size, notes = image_shape(recipe, shapes)
+    if channels not in (1, 3) and (data.mean is None or data.std is None):
+        raise RecipeError(f"data.name={data.name}: give data.mean and data.std of its {channels} channels")
     mean, std = statistics(*IMAGENET, channels)
     return Datasets(data.name, train, val, names, channels, size, mean, std, False, SPLIT, notes, target)
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.recipe.image_sizes import ImageSize, sides
+
 Array = npt.NDArray[Any]
 
 # What a draw is for. CROP and ERASE take BOX_DRAWS numbers each.
@@ -190,13 +192,13 @@ class CropBoxes:
         return _central(height, width)
 
 
-def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: int) -> Array:
+def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: ImageSize) -> Array:
     """Random erasing (Zhong et al. 2017) as torchvision draws it.
 
     Returns (n, 4) int64 of top, left, height, width; 0 high where nothing is erased.
     """
     draws = box_draws(seed, epoch, index, ERASE)
-    boxes, fits = _boxes(draws, size, size, (0.02, 0.33), (0.3, 3.3), margin=1)
+    boxes, fits = _boxes(draws, *sides(size), (0.02, 0.33), (0.3, 3.3), margin=1)
     boxes[~(fits & (uniform(seed, epoch, index, ERASE_OR_NOT) < probability))] = 0
     return boxes
 
@@ -248,7 +250,7 @@ class Mix:
         return Mix(self.blend[pairs], self.label[pairs], self.box[pairs])
 
 
-def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: float, size: int) -> Mix:
+def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: float, size: ImageSize) -> Mix:
     """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for the pairs of one global batch.
 
     `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0 is off; with both on, a pair takes either with
@@ -259,11 +261,11 @@ def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: f
     cut = stream.random(pairs) < (0.5 if mixup else 1.0) if cutmix else np.zeros(pairs, bool)
     blended = stream.beta(mixup, mixup, pairs) if mixup else np.ones(pairs)
     kept = stream.beta(cutmix, cutmix, pairs) if cutmix else np.ones(pairs)
-    side = (size * np.sqrt(1 - kept)).astype(np.int64)[:, None]
+    side = (np.asarray(size) * np.sqrt(1 - kept)[:, None]).astype(np.int64)
     centre = stream.integers(0, size, (pairs, 2))
     start = np.clip(centre - side // 2, 0, size)
     length = np.clip(centre - side // 2 + side, 0, size) - start
     box = np.where(cut[:, None], np.concatenate([start, length], 1), 0)
-    exchanged = box[:, 2] * box[:, 3] / size**2
+    exchanged = box[:, 2] * box[:, 3] / math.prod(sides(size))
     blend = np.where(cut, 1.0, blended).astype(np.float32)
     return Mix(blend, np.where(cut, 1 - exchanged, blended).astype(np.float32), box)

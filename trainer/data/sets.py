@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.photos.lazy_images import Picture
+from trainer.recipe.image_sizes import ImageSize, sides
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class ImageSet:
     """Images in memory. Sample i is row i % rows, so that a small pool can stand for a large set.
 
     Attributes:
-        images: (rows, C, H, W) uint8, H = W.
+        images: (rows, C, H, W) uint8.
         labels: (rows, ...) as the task wants them: class indices (rows,) int64, for example.
         length: samples; None is one a row.
         failures: (path, reason) of the files that could not be read and were left out or replaced.
@@ -196,7 +197,7 @@ class Datasets:
     val: ImageSet | TensorSet | PhotoSource
     classes: tuple[str, ...]  # or the names of a regression's values
     channels: int  # where inputs are not images: the first size of a sample, and image_size the last
-    image_size: int
+    image_size: ImageSize
     mean: tuple[float, ...]  # a channel each, of pixels in [0, 1]
     std: tuple[float, ...]
     synthetic: bool
@@ -211,7 +212,7 @@ class Datasets:
     @property
     def inputs(self) -> TensorSpec:
         """Of a sample, as the model has it."""
-        return self.plain or TensorSpec((self.channels, self.image_size, self.image_size), torch.float32)
+        return self.plain or TensorSpec((self.channels, *sides(self.image_size)), torch.float32)
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""

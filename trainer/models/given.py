@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.errors import RecipeError
 from trainer.models.small import SMALL
+from trainer.recipe.image_sizes import ImageSize
 
 OFFERED = ("num_classes", "channels", "image_size")  # parameters that a function may have
 
@@ -59,7 +60,7 @@ class Given:
             return name if theirs else f"my_{name}"
         return name if name.isidentifier() else "model"
 
-    def __call__(self, num_classes: int, channels: int, image_size: int) -> nn.Module:
+    def __call__(self, num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
         if isinstance(self.source, nn.Module):
             return self._copied(self.source)
         offered = dict(zip(OFFERED, (num_classes, channels, image_size), strict=True))

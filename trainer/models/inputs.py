@@ -31,6 +31,7 @@ def with_pretrained_input(recipe: Recipe) -> Recipe:
         with suppress(RecipeError):  # of a damaged file, which is reported when the model is built
             return recipe.replace(**words)
     mean, std, size = (timm_zoo if recipe.model.name.startswith(TIMM) else torchvision_zoo).preset(recipe.model)
+    mean = mean if recipe.data.channels in (None, 1, 3) else None  # else it is measured
     words = {"data__image_size": size} if recipe.data.image_size is None and size else {}
     words |= (
         {"data__mean": mean, "data__std": std} if mean and recipe.data.mean is None and recipe.data.std is None else {}

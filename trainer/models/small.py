@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,19 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
 
-Builder = Callable[[int, int, int], nn.Module]  # of (num_classes, channels, image_size)
+from trainer.recipe.image_sizes import ImageSize, sides, square
+
+Builder = Callable[[int, int, ImageSize], nn.Module]  # of (num_classes, channels, image_size)
 
 
-def mlp(num_classes: int, channels: int, image_size: int) -> nn.Module:
-    inputs = channels * image_size * image_size
+def mlp(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
+    inputs = channels * math.prod(sides(image_size))
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, num_classes)
     )
 
 
-def _convolutional(num_classes: int, channels: int, image_size: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+def _convolutional(
+    num_classes: int, channels: int, image_size: ImageSize, norm: Callable[[int], nn.Module]
+) -> nn.Module:
     """3x3 convolutions, each with a normalisation, the image halved between them; a fourth from 16 pixels on."""
-    widths = (32, 64, 128) if image_size < 16 else (32, 64, 128, 256)
+    widths = (32, 64, 128) if min(sides(image_size)) < 16 else (32, 64, 128, 256)
     layers: list[nn.Module] = []
     for width in widths:
         layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
@@ -31,15 +36,16 @@ def _convolutional(num_classes: int, channels: int, image_size: int, norm: Calla
     return nn.Sequential(*layers, nn.Linear(channels, num_classes))
 
 
-def cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def cnn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     return _convolutional(num_classes, channels, image_size, nn.BatchNorm2d)
 
 
-def cnn_gn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def cnn_gn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     return _convolutional(num_classes, channels, image_size, lambda width: nn.GroupNorm(8, width))
 
 
-def vit_tiny(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def vit_tiny(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
+    image_size = square(image_size)
     patches = next(count for count in range(8, 0, -1) if image_size % count == 0)  # along each side
     model: nn.Module = torchvision.models.VisionTransformer(
         image_size,
@@ -91,11 +97,11 @@ class SmallResNet(nn.Module):
         return out
 
 
-def resnet8(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def resnet8(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     return SmallResNet(1, num_classes, channels)
 
 
-def resnet20(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def resnet20(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     return SmallResNet(3, num_classes, channels)
 
 
@@ -135,14 +141,14 @@ class Mirrored(nn.Sequential):
         return answer if self.training else (answer + super().forward(x.flip(3))) / 2  # type: ignore[no-untyped-call]
 
 
-def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: int) -> nn.Module:
+def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     """The network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with widths of one's own; GELU, no residuals.
 
     Convolutions begin as the identity of their first inputs (dirac), so that the signal passes from the first step on.
     """
     layers: list[nn.Module] = [Whitening(channels), nn.GELU()]
     inputs = 8 * channels
-    for width in widths if image_size >= 16 else widths[:-1]:
+    for width in widths if min(sides(image_size)) >= 16 else widths[:-1]:
         first, second = (nn.Conv2d(of, width, 3, padding=1, bias=False) for of in (inputs, width))
         for convolution in (first, second):
             nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
@@ -152,17 +158,17 @@ def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: in
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
-def fast_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def fast_cnn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     """As wide as published, for a GPU: 1.97 million weights. Images below 16 pixels have two blocks, not three."""
     return _fast((64, 256, 256), num_classes, channels, image_size)
 
 
-def fast_cnn_mirrored(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def fast_cnn_mirrored(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     """The same layers under the same names, which look at an image from both sides."""
     return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
 
 
-def fast_cnn_small(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def fast_cnn_small(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     """Narrow enough for a CPU: three eighths of the arithmetic."""
     return _fast((32, 128, 256), num_classes, channels, image_size)
 

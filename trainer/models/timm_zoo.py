@@ -10,10 +10,11 @@ from torch import nn
 
 from trainer.errors import RecipeError, SetupError, text_of
 from trainer.recipe import ModelRecipe
+from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM
 
 
-def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
     """The model, with the weights that timm publishes where the recipe asks for them and `starting` is set.
 
     Raises:
@@ -41,7 +42,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
         ) from None
 
 
-def bare(name: str, num_classes: int, channels: int, image_size: int) -> str:
+def bare(name: str, num_classes: int, channels: int, image_size: ImageSize) -> str:
     """The call that makes the bare model."""
     sized = f", img_size={image_size}" if _takes_size(name) else ""
     return f"timm.create_model('{_plain(name)}', num_classes={num_classes}, in_chans={channels}{sized})"
@@ -57,7 +58,7 @@ def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     known = timm.is_model(name) and ("." not in name or name in _published(timm, name))  # else building it raises
     if not known or (config := timm.get_pretrained_cfg(name)) is None:
         return None, None, None
-    size = config.input_size[-1] if (model.weights, model.init_from) != (None, None) else None
+    size = config.input_size[1:] if (model.weights, model.init_from) != (None, None) else None
     return list(config.mean), list(config.std), size
 
 
@@ -114,7 +115,7 @@ def _takes_size(name: str) -> bool:
     return True
 
 
-def _created(timm: Any, name: str, image_size: int, **options: Any) -> nn.Module:
+def _created(timm: Any, name: str, image_size: ImageSize, **options: Any) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(name, **options, img_size=image_size)
     except TypeError:  # it takes any size

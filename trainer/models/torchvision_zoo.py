@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
 from trainer.recipe import ModelRecipe
+from trainer.recipe.image_sizes import ImageSize, sides, square
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
@@ -35,15 +36,15 @@ def names() -> list[str]:
     return list(torchvision.models.list_models(module=torchvision.models))
 
 
-def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
     """The model, with the weights that torchvision publishes where the recipe asks for them and `starting` is set.
 
     Raises:
-        RecipeError: other channels than 3, or weights that are not published.
+        RecipeError: other channels than 3 where inputs are transformed, or weights that are not published.
         SetupError: the weights cannot be fetched or read.
         Unreadable: it cannot be made for images of that size.
     """
-    if channels != 3:
+    if channels != 3 and recipe.name in AUXILIARY:  # they mix the three into the weights' normalisation
         raise RecipeError(
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
         )
@@ -52,7 +53,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
     if recipe.weights is None or recipe.init_from is not None or not starting:
         quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
         try:
-            return builder(num_classes=num_classes, **options, **quick)  # type: ignore[no-any-return]
+            return _reading(builder(num_classes=num_classes, **options, **quick), channels, started=False)
         except ValueError as error:  # MaxViT's windows
             raise Unreadable(str(error)) from None
     weights = published(recipe)
@@ -63,7 +64,26 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int
     classes = known_classes(recipe)
     if classes != num_classes:
         replace_head(model, classes, num_classes)
-    return model  # type: ignore[no-any-return]
+    return _reading(model, channels, started=True)
+
+
+def _reading(model: nn.Module, channels: int, started: bool) -> nn.Module:
+    """The model with a first layer for other channels: its weights `adapted`, or as many new ones of such a spread that
+    its outputs vary as much."""
+    if channels != 3:
+        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
+        old = first.weight.detach()
+        drawn = torch.empty(len(old), channels, *old.shape[2:]).normal_() * (old.std() * (3 / channels) ** 0.5)
+        first.in_channels, first.weight = channels, nn.Parameter(adapted(old, channels) if started else drawn)
+    return model
+
+
+def adapted(weight: Tensor, channels: int) -> Tensor:
+    """Filters of three channels (out, 3, h, w) for images of `channels`: summed for one, else repeated in turn and
+    scaled by 3 / channels, as timm does (timm/models/_manipulate.py, adapt_input_conv)."""
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
 
 
 def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
@@ -121,13 +141,14 @@ def renamed(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, 
     return {found[name]: tensor for name, tensor in weights.items()}
 
 
-def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
+def _options(recipe: ModelRecipe, image_size: ImageSize) -> dict[str, Any]:
     """Arguments of torchvision's builder besides the number of classes."""
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_"):
-        options["image_size"] = published(recipe).meta["min_size"][0] if recipe.weights is not None else image_size
+        started = recipe.weights is not None
+        options["image_size"] = published(recipe).meta["min_size"][0] if started else square(image_size)
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
-        options["input_size"] = (image_size, image_size)
+        options["input_size"] = sides(image_size)
     if recipe.name in AUXILIARY:
         options["aux_logits"] = False  # with the heads the output would be a tuple
         if recipe.weights is not None:
@@ -135,7 +156,7 @@ def _options(recipe: ModelRecipe, image_size: int) -> dict[str, Any]:
     return options
 
 
-def bare(recipe: ModelRecipe, num_classes: int, image_size: int) -> str:
+def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
     """The call that makes the bare model."""
     options = {"num_classes": num_classes, **_options(recipe, image_size)}
     options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded

@@ -20,6 +20,7 @@ from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
 from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
+from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
 from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import StoredTensor
@@ -37,6 +38,7 @@ builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.na
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
     """Make a model known to recipes: the decorated function takes (num_classes, channels, image_size) and returns it.
+    The size is a number, or (height, width) where data.image_size is no square.
 
     Put it in a module and name that on the command line: `plugin=my_module model.name=my_net`.
 
@@ -55,7 +57,7 @@ def build(
     recipe: ModelRecipe,
     num_classes: int,
     channels: int,
-    image_size: int,
+    image_size: ImageSize,
     starting: bool = True,
     inputs: Tensor | None = None,
     any_output: bool = False,
@@ -97,9 +99,10 @@ def build(
                 f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} ({reason})"
             ) from None
         works = _working_size(recipe, num_classes, channels, image_size)
-        hint = f"try data.image_size={works}" if works else "see its documentation"
+        words = works if isinstance(works, int | None) else f"[{works[0]},{works[1]}]"
+        hint = f"try data.image_size={words}" if works else "see its documentation"
         raise RecipeError(
-            f"model.name={recipe.name} cannot read {channels} x {image_size} x {image_size} images ({reason}): {hint}"
+            f"model.name={recipe.name} cannot read {channels} x {in_pixels(image_size)} images ({reason}): {hint}"
         ) from None
     if out is not UNKNOWN and (wrong := _wrong_output(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
@@ -140,9 +143,14 @@ def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
     return f"{tuple(out.shape)} for 2 images; {wanted}{advice}"
 
 
-def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int, starting: bool) -> nn.Module:
+def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
     if recipe.name in builders:
-        return builders[recipe.name](num_classes, channels, image_size)
+        try:
+            return builders[recipe.name](num_classes, channels, image_size)
+        except TypeError as error:
+            if isinstance(image_size, int):
+                raise
+            raise Unreadable(f"its image_size is {image_size}, {error}") from None  # as of image_size**2
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
     known = torchvision_zoo.names()
@@ -156,13 +164,13 @@ def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int,
     return torchvision_zoo.create(recipe, num_classes, channels, image_size, starting)
 
 
-def bare(recipe: ModelRecipe, num_classes: int, image_size: int, channels: int = 3) -> str | None:
+def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize, channels: int = 3) -> str | None:
     """The call that makes the same model in torchvision or timm alone; None for others."""
     if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
         return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
-    return torchvision_zoo.bare(recipe, num_classes, image_size)
+    return torchvision_zoo.bare(recipe, num_classes, image_size) if channels == 3 else None
 
 
 def form(recipe: ModelRecipe) -> str | None:
@@ -303,7 +311,7 @@ def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: 
     return {name: weights[name] for name in tensors if name not in unlike}
 
 
-def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | None = None) -> Any:
+def _tried(model: nn.Module, channels: int, image_size: ImageSize, inputs: Tensor | None = None) -> Any:
     """A model's output for two images, or other `inputs`, on the meta device; `UNKNOWN` where it does not run there."""
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     place = "meta" if kind is None else "cpu"  # on meta a linear layer does not check types
@@ -311,7 +319,7 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
         probe = (without_values(model) if kind is None else copy.deepcopy(model).to(place)).eval()
         with torch.no_grad():
             if inputs is None:
-                inputs = torch.zeros(2, channels, image_size, image_size)
+                inputs = torch.zeros(2, channels, *sides(image_size))
             return probe(inputs.to(place))
     except NotImplementedError:
         return UNKNOWN  # an operator without meta kernel; training will show
@@ -328,9 +336,12 @@ def _tried(model: nn.Module, channels: int, image_size: int, inputs: Tensor | No
         return UNKNOWN
 
 
-def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: int) -> int | None:
-    """The next larger of the usual image sizes that the model can read."""
-    for size in (size for size in USUAL_SIZES if size > image_size):
+def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize) -> ImageSize | None:
+    """The next larger of the usual image sizes that the model can read, of an oblong one the next like it, or a square
+    of about its shorter side."""
+    (height, width), oblong = sides(image_size), isinstance(image_size, tuple)
+    near: list[ImageSize] = [(-(-height // 32) * 32, -(-width // 32) * 32)] if oblong else []
+    for size in (*near, *(size for size in USUAL_SIZES if size > min(height, width) - oblong)):
         with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything
             _tried(_made(recipe, num_classes, channels, size, starting=False), channels, size)
             return size

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from trainer.recipe.text import shown
 
+LARGEST_SIDE = 2**14  # pixels
+MOST_CHANNELS = 64
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
 
@@ -74,9 +76,16 @@ def _numbers(value: Any, low: float, high: float) -> list[float]:
     return numbers if all(type(number) in (int, float) and low <= number <= high for number in numbers) else []
 
 
+def _image_size(value: Any) -> Any:
+    sides = [*value] if isinstance(value, list | tuple) else [value, value]
+    if len(sides) != 2 or not all(type(side) is int and 1 <= side <= LARGEST_SIDE for side in sides):
+        raise ValueError(f"must be pixels from 1 to {LARGEST_SIDE}, or height and width, as in [224,320]")
+    return sides if sides[0] != sides[1] else sides[0]  # a square is a number, however it is typed
+
+
 def _fractions(value: Any) -> Any:
     numbers = _numbers(value, 0, 1)
-    if len(numbers) not in (1, 3):
+    if not 1 <= len(numbers) <= MOST_CHANNELS:
         raise ValueError("must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: divide)")
     return [float(number) for number in numbers]
 
@@ -114,6 +123,8 @@ def _columns(value: Any) -> Any:
 
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+_Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+PixelSize = Annotated[_Side | Annotated[list[_Side], Field(min_length=2, max_length=2)], BeforeValidator(_image_size)]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
 Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.field_types import (
+    MOST_CHANNELS,
     Amount,
     Cache,
     Check,
@@ -25,6 +26,7 @@ from trainer.recipe.field_types import (
     Logger,
     MicroBatches,
     PixelRange,
+    PixelSize,
     Positive,
     Probability,
     Restart,
@@ -36,7 +38,6 @@ from trainer.recipe.text import as_yaml, flatten, neighbours, shown, unstorable
 
 STREAMS = "streams"  # the only pipeline schedule that runs in one process
 MEASURED = "measured"  # the pipeline schedule made from the measured times of the stages
-LARGEST_SIDE = 2**14  # pixels
 IN_TURN = "split"  # the schedule of stages that work one at a time
 Schedule = Literal[
     "streams", "gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev", "measured"
@@ -95,10 +96,12 @@ class DataRecipe(_Section):
     image_column: str | None = key(None, "column of data.labels with the images' paths; null: the first", "photo")
     label_column: Columns | None = key(None, "column with the labels, or several; null: all others", ["age", "height"])
     val_fraction: float = key(0.2, "share of each class to hold out if the photos have no val folder", gt=0, lt=1)
-    image_size: Positive | None = key(
-        None, "pixels per side; null: the data set's own, 224 for photos", 128, le=LARGEST_SIDE
+    image_size: PixelSize | None = key(
+        None, "pixels per side, or [height,width]; null: the data set's own, 224 for photos", 128
     )
-    channels: Literal[1, 3] | None = key(None, "1 gray, 3 colour; null: the data set's own")
+    channels: Positive | None = key(
+        None, "1 gray, 3 colour; to 64 of TIFF and .npy files; null: the data set's own, 1 or 3", 5, le=MOST_CHANNELS
+    )
     mean: Fractions | None = key(
         None, "mean of the pixels, 0 to 1 per channel; null: the data set's or the model's", [0.485, 0.456, 0.406]
     )
@@ -114,8 +117,8 @@ class DataRecipe(_Section):
     cache_format: Literal["raw", "jpeg"] | None = key(
         None, "raw is fastest, jpeg takes a tenth of the bytes; null: raw", "jpeg"
     )
-    cache_size: Positive | None = key(
-        None, "shorter side of the copies; null: as for evaluation, 256 for 224", 320, le=LARGEST_SIDE
+    cache_size: PixelSize | None = key(
+        None, "shorter side of the copies, or what they cover; null: as for evaluation, 256 for 224", 320
     )
     cache_dir: str | None = key(None, "folder of the copies; null: ~/.cache/trainer/cache", "/fast/cache")
     on_error: Literal["stop", "skip"] = key(
@@ -482,6 +485,10 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(f"{name}: pipeline.split_size and pipeline.microbatches set the same: keep one")
     if recipe.data.balance and recipe.loss.class_weights == "balanced":
         raise RecipeError(f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one")
+    for key, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):
+        count, channels = len(numbers or ()), recipe.data.channels or 3
+        if numbers and count != channels and {count, channels} - {1, 3}:
+            raise RecipeError(f"{name}: data.{key} has {count} numbers, and data.channels={channels}: one for each")
     low, high = recipe.augment.crop_scale
     if low > high:
         raise RecipeError(f"{name}: augment.crop_scale=[{low},{high}] is in the wrong order; try [{high},{low}]")

@@ -21,6 +21,7 @@ from trainer.models.shapes import built_on_meta, description
 from trainer.models.zoo import build, fitted, known_classes
 from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving.checkpoint import State
 from trainer.tasks import Task
@@ -90,7 +91,7 @@ def model_for(
     task: Task,
     names: int,
     channels: int,
-    image_size: int,
+    image_size: ImageSize,
     plain: TensorSpec | None = None,
     starting: bool = True,
     classes: Sequence[str] = (),
@@ -173,6 +174,10 @@ def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
     """The banner's lines of weights that training starts from."""
     source, names, lines = recipe.model.init_from, data.classes, dict[str, str]()
+    if recipe.model.weights is not None and data.channels != 3:
+        lines["filters"] = (
+            f"of the first layer, for colour, are {'summed' if data.channels == 1 else 'repeated in turn'}"
+        )
     if source is None:
         return lines
     known = known_classes(recipe.model, names, model)

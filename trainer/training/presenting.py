@@ -33,6 +33,8 @@ def first_batch(run: Run, batch: Batch) -> None:
         images = as_pictures(run.datasets, batch.inputs[:some])
         if images is not None and len(images):
             captions = [named(run, target) for target in batch.targets[:some].cpu()]
+            if (shown := images.shape[-1]) < batch.inputs.shape[1]:
+                run.tracker.say(f"  pictures show {shown} of the {batch.inputs.shape[1]} channels, the first")
             _picture(run, "batch as the model sees it", gallery.grid(images.numpy(), captions), 0)
 
 

@@ -37,6 +37,7 @@ from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.recipe.checks import most_rows
+from trainer.recipe.image_sizes import in_pixels
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
@@ -139,6 +140,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     data = world.all_or_none(lambda: open_datasets(recipe, claim.before), DATA_PATIENCE)
     if "images" in data.notes:
         recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
+    if "measured" in data.notes:
+        recipe = recipe.replace(data__mean=[*data.mean], data__std=[*data.std])
     task = task_of(recipe, data)
     share = modes.data_share(recipe, world)
     steps = steps_per_epoch(len(data.train), recipe, share)
@@ -170,8 +173,8 @@ def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> 
     steps = min(SPEED_STEPS, recipe.max_steps or SPEED_STEPS)
     say(
         f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
-        f"  {recipe.model.name}, global batch {recipe.batch_size}, {data.image_size} px; {steps} steps (max_steps=N: "
-        "fewer); no augmentation, no checkpoint. To train: data.root=/path/to/images"
+        f"  {recipe.model.name}, global batch {recipe.batch_size}, {in_pixels(data.image_size)} px; {steps} steps "
+        "(max_steps=N: fewer); no augmentation, no checkpoint. To train: data.root=/path/to/images"
     )
     plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
     recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})

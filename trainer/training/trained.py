@@ -23,17 +23,21 @@ from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import initialise
 from trainer.recipe import Recipe
+from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS
+from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
-from trainer.recipe.schema import LARGEST_SIDE
 from trainer.saving.run_names import run_folder
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
 from trainer.training.initial_model import model_for
 
+Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 LARGEST = 2**32  # bytes of one input
-TRAINING = ("resume", "epochs", "max_steps", "optimizer", "schedule", "ema", "stop", "save")  # read by nothing else
+TRAINING = {  # read by nothing else
+    "resume", "epochs", "max_steps", "accumulate", "optimizer", "schedule", "distill", "recompute", "ema", "stop", "save"
+}  # fmt: skip
 ANYWHERE = {"devices": "auto", "mode": "ddp"}  # its devices were those of the training: take what is here
 
 
@@ -44,8 +48,8 @@ class WeightFacts(BaseModel):
     classes: Annotated[tuple[str, ...], Field(max_length=2**20)] | None = None
     mean: tuple[Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)], ...] = ()
     std: tuple[Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)], ...] = ()
-    image_size: Annotated[int, Field(ge=0, le=LARGEST_SIDE)] = 0
-    shorter_side: Annotated[int, Field(ge=1, le=LARGEST_SIDE)] | None = None
+    image_size: Annotated[int, Field(ge=0, le=LARGEST_SIDE)] | tuple[Side, Side] = 0
+    shorter_side: Side | tuple[Side, Side] | None = None
     channels: int = 0
     inputs: tuple[str, tuple[Annotated[int, Field(gt=0)], ...]] | None = None
 
@@ -55,19 +59,20 @@ class WeightFacts(BaseModel):
         if not isinstance(spec.dtype, torch.dtype) or spec.bytes > LARGEST:
             raise ValueError("inputs that no model has")
         if self.mean:
-            crop = 1 <= size <= (self.shorter_side or size) <= 2 * size
-            channels = self.channels in (1, 3) and len(self.mean) == len(self.std) == self.channels
-            if not (crop and channels and spec.shape == (self.channels, size, size)):
+            both = zip(sides(size), sides(self.shorter_side or size), strict=True)
+            crop = all(1 <= side <= before <= 2 * side for side, before in both)
+            channels = 1 <= self.channels <= MOST_CHANNELS and len(self.mean) == len(self.std) == self.channels
+            if not (crop and channels and spec.shape == (self.channels, *sides(size))):
                 raise ValueError("images of several sizes or numbers of channels")
         return self
 
     @property
     def spec(self) -> TensorSpec:
         """Of one sample's input; of images that an older version wrote, what these are."""
-        kind, shape = self.inputs or ("float32", (self.channels, self.image_size, self.image_size))
+        kind, shape = self.inputs or ("float32", (self.channels, *sides(self.image_size)))
         return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]  # checked above
 
-    def shorter(self, size: int) -> int:
+    def shorter(self, size: ImageSize) -> ImageSize:
         """The pixels that images of `size` are cut out of; older files do not tell."""
         if self.shorter_side == self.image_size:  # nothing was cut off
             return size
@@ -87,8 +92,8 @@ class WeightFacts(BaseModel):
 class Preparation:
     """From a decoded image to a model's input, as in evaluation: resize, crop, normalise."""
 
-    image_size: int
-    shorter_side: int  # pixels that it is brought to before image_size x image_size of them are cut out
+    image_size: ImageSize
+    shorter_side: ImageSize  # what it is resized to cover, a square by its shorter side, before the centre is cut out
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -129,7 +134,7 @@ class Trained:
         facts = self.facts
         if facts.classes is None or not facts.mean:
             raise CheckpointError(f"{self.path} does not name its classes; give a run folder or its last.safetensors")
-        size = self.recipe.data.image_size or facts.image_size
+        size = typed_size(self.recipe.data.image_size) or facts.image_size
         return facts.classes, Preparation(size, facts.shorter(size), facts.channels, facts.mean, facts.std)
 
     def data(self, recipe: Recipe, test: bool = False) -> Datasets:
@@ -147,7 +152,7 @@ class Trained:
         return as_stored(data, recipe)
 
     def model(
-        self, task: Task, names: int, channels: int, image_size: int, plain: TensorSpec | None = None
+        self, task: Task, names: int, channels: int, image_size: ImageSize, plain: TensorSpec | None = None
     ) -> nn.Module:
         """The model of `names` outputs with its weights, in evaluation mode on the CPU; `plain` are inputs that are no
         images. Raises CheckpointError."""

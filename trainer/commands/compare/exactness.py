@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.commands.compare.entries import Entry
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe, changed_keys
+from trainer.recipe.image_sizes import typed_size
 from trainer.recipe.known_names import DATASETS
 
 # Relative, of a step's loss. Half precision rounds, and a run's rounding grows with every step.
@@ -88,7 +89,7 @@ def batch_dependent(recipe: Recipe) -> list[str]:
     layers: set[str] = set()
     with suppress(TrainerError, RuntimeError, NotImplementedError):
         if recipe.data.name in DATASETS:  # which need not be here, or counted, for this
-            shape = recipe.data.channels or 3, recipe.data.image_size or 224
+            shape = recipe.data.channels or 3, typed_size(recipe.data.image_size) or 224
             facts = DatasetFacts(None, None, recipe.model.num_classes or 10, *shape, "")
         else:
             facts = dataset_facts(recipe)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.data import TensorSpec
 from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
+from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
 from trainer.saving.files import put, remove, writing
 from trainer.saving.tensor_files import sync, write_synced
 from trainer.training.trained import Trained, task_without_loss
@@ -25,7 +26,7 @@ BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must
 TOLERANCE = 1e-4  # of the largest output
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
-RESIZED = "the shorter side to {} pixels, bilinear with antialiasing, then {} x {} cut out of the centre"
+COVERED = "in proportion, until the image just covers {} pixels"
 OUTPUTS = {
     "classification": "a score a class: softmax gives probabilities",
     "multilabel": "a score a label: the sigmoid gives probabilities",
@@ -64,7 +65,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
     if facts.mean:  # as `load` and `predict` have them, where data.image_size= says another size
         how = trained.preparation()[1]
         size, shorter = how.image_size, how.shorter_side
-        inputs = TensorSpec((facts.channels, size, size), inputs.dtype)
+        inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
     task = task_without_loss(recipe, classes)
     model = trained.model(task, len(classes), facts.channels, size, None if facts.mean else inputs)
     exported = {
@@ -75,13 +76,18 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         "std": facts.std,
         "channels": facts.channels,
         "image_size": size,
-        **({"shorter_side": shorter, "resize": RESIZED.format(shorter, size, size)} if facts.mean else {}),
+        **({"shorter_side": shorter, "resize": _resized(shorter, size)} if facts.mean else {}),
         **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
         "inputs": json.loads(inputs.to_json()),
         "input": PREPARED if facts.mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
     return ExportSource(model, inputs, exported)
+
+
+def _resized(shorter: ImageSize, size: ImageSize) -> str:
+    whole = f"the shorter side to {shorter} pixels" if isinstance(shorter, int) else COVERED.format(in_pixels(shorter))
+    return f"{whole}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:

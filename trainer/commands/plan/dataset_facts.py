@@ -15,6 +15,7 @@ from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_pretrained_input
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
 from trainer.training.initial_model import model_for
@@ -37,14 +38,14 @@ class DatasetFacts:
     val: int | None  # as `train`
     classes: int  # of the data, or of the recipe's model where that says so; or a regression's values
     channels: int
-    size: int
+    size: ImageSize
     note: str  # how it is known
     targets: TensorSpec = CLASS  # of a sample
     plain: TensorSpec | None = None  # of a sample's inputs where they are no images
 
     def example(self, rows: int) -> Example:
         """What a micro-batch of so many samples looks like."""
-        images = TensorSpec((self.channels, self.size, self.size), torch.float32)
+        images = TensorSpec((self.channels, *sides(self.size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
@@ -78,14 +79,14 @@ def range_names(count: int) -> tuple[str, ...]:
 
 
 def _facts(recipe: Recipe) -> DatasetFacts:
-    data, wanted = recipe.data, recipe.model.num_classes
+    data, wanted, typed = recipe.data, recipe.model.num_classes, typed_size(recipe.data.image_size)
     stands_in = data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic"
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
-        return DatasetFacts(train, val, classes, data.channels or channels, data.image_size or size, "as published")
+        return DatasetFacts(train, val, classes, data.channels or channels, typed or size, "as published")
     if data.name == "synthetic" or stands_in:
         classes, channels, size = IMAGENET if stands_in else (10, 3, 32)
-        shape = (data.channels or channels, data.image_size or size)
+        shape = (data.channels or channels, typed or size)
         if stands_in:  # a number of steps would be one of the stand-in's
             return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
         return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
@@ -94,7 +95,7 @@ def _facts(recipe: Recipe) -> DatasetFacts:
         classes, channels, size = IMAGENET
         if tasks.kind(recipe).reads == "values":
             classes = 1
-        shape = (data.channels or channels, data.image_size or size)
+        shape = (data.channels or channels, typed or size)
         return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")

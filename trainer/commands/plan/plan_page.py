@@ -7,6 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from trainer.recipe import TRAITS
+from trainer.recipe.image_sizes import in_pixels
 from trainer.recipe.versions import VERSION
 from trainer.telemetry import readable
 from trainer.telemetry.readable import as_size, counted, duration, multiply_adds, operations
@@ -62,7 +63,7 @@ def _names(devices: Sequence[str]) -> str:
 
 
 def _data(data: Plan, steps: Plan) -> str:
-    shape = f"{data['classes']} classes, {data['channels']} x {data['image_size']} x {data['image_size']}"
+    shape = f"{data['classes']} classes, {data['channels']} x {in_pixels(data['image_size'])}"
     if data["train_samples"] is None:
         return f"{data['name']}: number of images unknown ({data['source']}); {shape}"
     line = f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} held out; {shape}"

@@ -6,6 +6,7 @@ counted twice instead.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from trainer.data import register_dataset
 from trainer.models.zoo import register_model
 from trainer.recipe import DataRecipe
+from trainer.recipe.image_sizes import ImageSize, sides
 
 NAME, COUNT, TRAINING = "numbered", 83, 4096  # a prime: no number of shards divides it
 
@@ -29,10 +31,10 @@ def numbered(data: DataRecipe) -> Any:
 
 
 @register_model("zeros")
-def zeros(num_classes: int, channels: int, image_size: int) -> nn.Module:
+def zeros(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
     """Layers enough to be cut in two, the last of which gives zeros."""
     last = nn.Linear(4, num_classes)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    first = nn.Linear(channels * image_size**2, 4)
+    first = nn.Linear(channels * math.prod(sides(image_size)), 4)
     return nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), last)

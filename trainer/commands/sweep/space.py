@@ -81,14 +81,15 @@ def dimension(key: str, text: str) -> Dimension | None:
     """The values that `key=text` means; None where it is one value, or no key of a recipe.
 
     The schema tells a list of values from a list that is one value: `data.mean=[0.5]` is one, `data.mean=[[0.5],[0.4]]`
-    are two.
+    are two. Of a size, `data.image_size=[96,128]` are two squares, `data.image_size=[[96,128]]` is one.
 
     Raises:
         RecipeError: a list or a range that means nothing, with what to type.
     """
     taken = kinds().get(key, ())
     if text.startswith("["):
-        return _listed(key, text, list in taken) if taken else None
+        alone = list in taken and (int not in taken or str in taken)  # of a size a list is several
+        return _listed(key, text, alone) if taken else None
     if not {int, float} & {*taken} or str in taken or ".." not in text:
         return None
     match, whole = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower()), float not in taken
@@ -101,14 +102,14 @@ def dimension(key: str, text: str) -> Dimension | None:
     return Dimension(key, tuple(part.typed(int(end) if whole else end) for end in (low, high)), (low, high), whole)
 
 
-def _listed(key: str, text: str, takes_lists: bool) -> Dimension | None:
+def _listed(key: str, text: str, alone: bool) -> Dimension | None:
     try:
         values = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError):
         values = None
     if not isinstance(values, list) or not values:
         raise RecipeError(f"{key}={shown(text)} lists no values: write {key}=[first,second], in quotes for the shell")
-    if takes_lists and not any(isinstance(value, list) for value in values):
+    if alone and not any(isinstance(value, list) for value in values):
         return None
 
     def word(value: Any) -> str:

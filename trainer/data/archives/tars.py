@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from trainer.data.archives.indexes import Archive, ArchiveIndex, Bytes, kept, opened
 from trainer.data.folders.scanning import HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
-from trainer.data.photos.decoding import LARGEST
+from trainer.data.photos.stacks import LARGEST
 from trainer.errors import SetupError
 
 KIND = b"tar"

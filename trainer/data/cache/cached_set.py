@@ -20,6 +20,7 @@ from trainer.processes.rank import Place
 from trainer.processes.resources import cores
 from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import typed_size
 from trainer.telemetry.readable import as_size
 
 SPARE = 2**28  # bytes that stay free on the disk
@@ -46,6 +47,8 @@ def cached(
             f"data.cache={options.cache} is for photos in files or shards, and data.name={options.name} has none: "
             "set data.cache=off"
         )
+    if options.cache_format == "jpeg" and data.channels not in (1, 3):
+        raise RecipeError(f"data.cache_format=jpeg holds 1 or 3 channels, not {data.channels}: set it to raw")
     folders = data.train, data.val
     how = _how(recipe, data, options.cache_format or "raw")
     home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), DATA_PATIENCE)
@@ -65,7 +68,7 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
 
 
 def _how(recipe: Recipe, data: Datasets, layout: str) -> Format:
-    size = recipe.data.cache_size or shorter_side(data.image_size)
+    size = typed_size(recipe.data.cache_size) or shorter_side(data.image_size)
     return Format(layout, size, data.channels, wanted_of(recipe.data))
 
 

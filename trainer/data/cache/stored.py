@@ -27,9 +27,10 @@ from trainer.data.encoded import EncodedPhotos, encoded, identity
 from trainer.data.photos.decoding import open_encoded
 from trainer.data.photos.jpeg import jpeg_bytes, jpeg_pixels
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import PhotoDraws, private_draws, resized, shorter_side
+from trainer.data.photos.photo_reader import PhotoDraws, covering, private_draws, resized, shorter_side
 from trainer.data.photos.pixel_range import Range
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import ImageSize, typed_size
 from trainer.telemetry.verdict import Reading
 
 TOGETHER = 256  # photos of a block, on average
@@ -44,7 +45,7 @@ class Format:
     """How photos are stored."""
 
     layout: str  # "raw" pixels, or "jpeg"
-    size: int  # pixels of the shorter side; a photo that has fewer stays as it is
+    size: ImageSize  # what a photo covers, of a square its shorter side; one that is smaller stays as it is
     channels: int  # 1 or 3
     pixel_range: Range | None = None  # the recipe's data.pixel_range
 
@@ -92,14 +93,15 @@ def key_of(paths: Sequence[bytes], how: Format) -> bytes:
 
 
 def prepared(address: bytes, how: Format) -> Prepared:
-    """A photo as it is stored: resized to a shorter side of `how.size` pixels, unless it is smaller.
+    """A photo as it is stored: resized until it just covers `how.size`, unless it is smaller.
 
     Raises whatever reading it raises.
     """
     picture = open_encoded(encoded(address), how.channels, how.pixel_range)
     image = picture.whole(how.size)
-    if min(image.shape[-2:]) > how.size:
-        image = resized(image, [how.size])
+    wanted = covering(image.shape[1], image.shape[2], how.size)
+    if sum(wanted) < sum(image.shape[1:]):
+        image = resized(image, [*wanted])
     rows, columns = image.shape[-2:]
     data = jpeg_bytes(image, QUALITY) if how.layout == "jpeg" else image.permute(1, 2, 0).contiguous().flatten()
     return Prepared(picture.height, picture.width, rows, columns, data.numpy())
@@ -177,7 +179,7 @@ def block_path(home: str, key: bytes) -> str:
 
 
 def measure_reading(
-    folder: EncodedPhotos, recipe: Recipe, size: int, channels: int, seconds: float = SECONDS
+    folder: EncodedPhotos, recipe: Recipe, size: ImageSize, channels: int, seconds: float = SECONDS
 ) -> Reading | None:
     """Of some photos, in this process as in a loader worker, within about so many seconds; None: none can be read.
 
@@ -201,7 +203,7 @@ def measure_reading(
 
 
 def _of(
-    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: int, channels: int
+    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: ImageSize, channels: int
 ) -> tuple[float, float, float, float]:
     """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
     began, opened, spent = time.perf_counter(), 0.0, list[float]()
@@ -223,7 +225,7 @@ def _of(
     began = time.perf_counter()
     draws.apply(row, replace(picture, decode=timed), size)
     whole = time.perf_counter() - began
-    kept = recipe.data.cache_size or shorter_side(size)
+    kept = typed_size(recipe.data.cache_size) or shorter_side(size)
     how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
     stored = prepared(folder.address(place), how)
     began = time.perf_counter()

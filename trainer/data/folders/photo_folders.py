@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 
 from trainer import tasks
-from trainer.data.encoded import EncodedPhotos, header_file
+from trainer.data.encoded import EncodedPhotos, encoded, header_file
 from trainer.data.folders.layout import (
     Before,
     check_several,
@@ -30,10 +31,12 @@ from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
 from trainer.data.photos.pixel_range import PixelValues, wanted_of
+from trainer.data.photos.stacks import is_stack, read_stack
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import ImageSize, in_pixels, sides, typed_size
 from trainer.recipe.known_names import torchvision_classifiers
 from trainer.saving.files import csv_text, portable
 
@@ -42,12 +45,14 @@ LUMA = (0.299, 0.587, 0.114)
 IN_MEMORY_BYTES = 2**30
 PHOTO = 224  # pixels along a side to which photos are resized
 LOOKED_AT = 100  # headers of images, to choose a size
+MEASURED = 256  # images, for the mean and standard deviation of channels that nobody knows
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
 LISTED = 12  # classes whose counts are listed
 NAMED = 3  # of several images that cannot be read, besides the first
 UNBALANCED = 5  # times as many images as the smallest class
 
 Shape = tuple[int, int, int]  # channels, height, width
+Numbers = tuple[float, ...]
 Photos = TypeVar("Photos", bound=EncodedPhotos)
 
 
@@ -150,12 +155,15 @@ def photos(
     """A data set of photos; tiny ones are decoded at once. `drawn` says that the split was drawn here."""
     train.pixel_range = val.pixel_range = wanted_of(recipe.data)
     values = PixelValues(train.pixel_range)
-    channels, size, shape = image_shape(recipe, header_shapes(train, values))
+    channels, size, shape = image_shape(recipe, header_shapes(train, values, recipe.data.channels))
     values.check()
     counts = {} if tasks.kind(recipe).reads == "values" else class_counts(train, val, names, recipe.data.balance)
-    bytes_needed = (len(train) + len(val)) * size * size * channels
-    tiny = size <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
-    mean, std = statistics(*IMAGENET, channels)
+    bytes_needed = (len(train) + len(val)) * math.prod((*sides(size), channels))
+    tiny = max(sides(size)) <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
+    (mean, std), told = statistics(*IMAGENET, channels), {}
+    if channels not in (1, 3) and (recipe.data.mean is None or recipe.data.std is None):
+        mean, std, looked = measured_photos(train, size, channels)
+        told = {"measured": f"data.mean and data.std, over {looked:,} of {len(train):,} training images"}
     return Datasets(
         name=recipe.data.name,
         train=decoded(train, size, channels, recipe, evaluated=False) if tiny else train,
@@ -167,23 +175,30 @@ def photos(
         std=std,
         synthetic=False,
         holdout=holdout,
-        notes={**shape, **values.notes(), **counts, **notes},
+        notes={**shape, **values.notes(), **told, **counts, **notes},
         sources=(train, val),
         holdout_table=partial(holdout_table, train, val, names) if drawn and train is not val else None,
     )
 
 
-def header_shapes(folder: EncodedPhotos, values: PixelValues | None = None) -> list[Shape]:
+def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
     """(channels, height, width) of some of the images, by their headers; `values` looks at pixels that are not bytes,
     for which alone images are decoded."""
     shapes = []
     for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
         with suppress(Exception), warnings.catch_warnings():  # training reports what cannot be read
             warnings.simplefilter("ignore")
-            with header_file(folder.address(index)) as file, Image.open(file, formats=formats()) as image:
-                shapes.append(shape_of(image))
-                if values is not None:
-                    values.add(image, folder.where(int(index)))
+            address, where = folder.address(index), folder.where(int(index))
+            with header_file(address) as file:
+                if is_stack(file.read(6), channels):
+                    pixels, kind, _ = read_stack(encoded(address), None)
+                    shapes.append((pixels.shape[2], *pixels.shape[:2]))
+                    values.seen(kind, partial(np.asarray, pixels), where)
+                    continue
+                file.seek(0)
+                with Image.open(file, formats=formats()) as image:
+                    shapes.append(shape_of(image))
+                    values.add(image, where)
     return shapes
 
 
@@ -191,7 +206,7 @@ def shape_of(image: Image.Image) -> Shape:
     return (1 if image.mode in GRAY else 3), image.height, image.width
 
 
-def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str, str]]:
+def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, dict[str, str]]:
     """Channels and size of the model's images, and a note about them.
 
     What the recipe says; else small square images of one size stay as they are, gray ones gray, and all others become
@@ -204,21 +219,42 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, int, dict[str
     gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
     coloured = torchvisions or started or model.weights is not None
     channels = data.channels or (1 if gray and not coloured else 3)
-    size = data.image_size or (height if small else PHOTO)
+    size = typed_size(data.image_size) or (height if small else PHOTO)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
-    seen = f"{len(shapes)} looked at are {'gray' if gray else 'in colour'}, "
+    several = {shape[0] for shape in shapes} - {1, 3}
+    kind = f"of {'/'.join(map(str, sorted(several)))} channels" if several else "gray" if gray else "in colour"
+    seen = f"{len(shapes)} looked at are {kind}, "
     seen += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
     keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
     advice = f"{' and '.join(keys)} choose{'s' if len(keys) == 1 else ''} otherwise"
-    return channels, size, {"images": f"become {channels} x {size} x {size} ({seen}); {advice}"}
+    return channels, size, {"images": f"become {channels} x {in_pixels(size)} ({seen}); {advice}"}
+
+
+def measured_photos(folder: EncodedPhotos, size: ImageSize, channels: int) -> tuple[Numbers, Numbers, int]:
+    """Mean and standard deviation of each channel, over some images as they are for evaluation, and how many these are.
+    Pixels are counted by value, so that every rank gets the same bits. Raises SetupError: none can be read."""
+    counts, looked, failed = np.zeros((channels, 256), np.int64), 0, ("", "")
+    for index in np.linspace(0, len(folder) - 1, min(MEASURED, len(folder))).astype(int).tolist():
+        try:
+            image = held_out(folder.open(index, channels)[0], size).numpy()
+            counts += np.stack([np.bincount(channel.ravel(), minlength=256) for channel in image])
+            looked += 1
+        except Exception as error:  # decoders raise anything at all
+            failed = folder.where(index), reason(error)
+    if not looked:
+        raise unreadable([failed], len(folder))
+    values, shares = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
+    mean = shares @ values
+    std = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1)).clip(1e-3)
+    return tuple(mean.tolist()), tuple(std.tolist()), looked
 
 
 def statistics(
     mean: tuple[float, ...], std: tuple[float, ...], channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of pixels after a change of channels."""
-    if len(mean) == channels:
+    if len(mean) == channels or channels not in (1, 3):
         return mean, std
     if channels == 3:
         return mean * 3, std * 3
@@ -226,13 +262,13 @@ def statistics(
     return (luma[0],), (luma[1],)
 
 
-def decoded(folder: EncodedPhotos, size: int, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
+def decoded(folder: EncodedPhotos, size: ImageSize, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
     """Every image of a folder of tiny ones, in memory.
 
     With data.on_error=skip, an unreadable image is left out when held out and replaced by the next readable one in
     training, as loader workers do it.
     """
-    images = torch.empty(len(folder), size, size, channels, dtype=torch.uint8)
+    images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
     # In one thread: images are so small that several contend for the interpreter lock and take longer.
     for index in range(len(folder)):

@@ -25,6 +25,7 @@ NEEDS = {  # what it takes to read other kinds of photos
 }
 
 
+ARRAY = ".npy"
 HIDDEN, LOOSE, LINKS = "hidden file(s)", "image(s) outside the class folders", "link(s) in shards"
 
 
@@ -62,7 +63,7 @@ def readable_suffixes() -> frozenset[str]:
 
 def is_image(name: str) -> bool:
     """Whether a file has the suffix of an image that can be read here."""
-    return os.path.splitext(name)[1].lower() in readable_suffixes()
+    return os.path.splitext(name)[1].lower() in (*readable_suffixes(), ARRAY)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -98,6 +99,10 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
                     images.append(entry.name)
     except OSError as error:
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
+    if others := [name for name in images if not name.lower().endswith(ARRAY)]:
+        for _ in images[len(others) :]:  # arrays beside photos are something else
+            left.other(ARRAY)
+        images = others
     return sorted(folders), sorted(images)
 
 

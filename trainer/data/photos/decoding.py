@@ -21,7 +21,8 @@ from torchvision.transforms.v2 import functional as vision
 from trainer.data.photos.jpeg import jpeg_pixels
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of
-from trainer.errors import text_of
+from trainer.data.photos.stacks import LARGEST, is_stack, read_stack
+from trainer.errors import RecipeError, text_of
 from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -31,7 +32,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
 XMP = b"http://ns.adobe.com/xap/1.0/\0"  # the beginning of a JPEG's segment of it
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")  # Pillow's modes with transparency
-LARGEST = 2**30  # bytes of an image file, and of its pixels
 
 
 def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
@@ -58,6 +58,10 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
     """An image by the bytes of its file, as `open_image`."""
     if not data.size:
         raise ValueError("it is empty")
+    if is_stack(data[:6].tobytes(), channels):
+        values, kind, orientation = read_stack(data, channels)
+        pixels = np.ascontiguousarray(values if kind is None else as_bytes(values, kind, pixel_range))
+        return Picture.of(_turned(torch.from_numpy(pixels).permute(2, 0, 1), orientation))
     if data[:2].tobytes() == b"\xff\xd8":
         height, width, orientation, tags = jpeg_header(data)
         if height * width * channels > LARGEST:
@@ -178,13 +182,17 @@ def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = N
 
 def upright(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
     """As `from_pillow`, turned as its EXIF data, or else XMP's, say."""
+    if channels not in (1, 3):
+        raise ValueError(f"a Pillow image has 1 or 3 channels, and data.channels={channels}: give a uint8 tensor")
     return _turned(from_pillow(image, channels, pixel_range), orientation_of(image))
 
 
 def with_channels(images: Tensor, channels: int) -> Tensor:
-    """Images (..., C, H, W) of 1 or 3 channels with 1 (their luma) or 3 (repeated)."""
-    if images.shape[-3] == channels:
+    """Images (..., C, H, W) of 1 or 3 channels with 1 (their luma) or 3 (repeated). Raises RecipeError of others."""
+    if (have := images.shape[-3]) == channels:
         return images
+    if {have, channels} - {1, 3}:
+        raise RecipeError(f"images have {have} channels, and data.channels={channels}")
     if channels == 3:
         return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
     luma: Tensor = vision.rgb_to_grayscale(images)
@@ -203,7 +211,9 @@ def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Te
     """The image of a user's item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` returns it."""
     if isinstance(image, Image.Image):
         return upright(image, channels, pixel_range)
-    if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] not in (1, 3):
+    fits = isinstance(image, Tensor) and image.dim() == 3 and image.shape[0] in (1, 3, channels)
+    if not fits or image.dtype != torch.uint8:
         kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-        raise TypeError(f"an item must be (uint8 tensor of 1 or 3 x H x W or Pillow image, label), found {kind}")
+        wanted = "1 or 3" if channels in (1, 3) else channels
+        raise TypeError(f"an item must be (uint8 tensor of {wanted} x H x W or Pillow image, label), found {kind}")
     return with_channels(image, channels)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trainer.recipe.image_sizes import ImageSize, sides
+
 Box = tuple[int, int, int, int]  # top, left, height, width, in pixels of the whole image
 
 FACTORS = (8, 4, 2)  # by which a decoder may scale an image down
@@ -28,18 +30,19 @@ class Picture:
     # size in which it is stored; with others it may be smaller by no more than that factor
     decode: Callable[[int], Tensor]
 
-    def pixels(self, box: Box, least: int) -> Tensor:
+    def pixels(self, box: Box, least: ImageSize) -> Tensor:
         """A box as (C, h, w) uint8, of at least `least` and `FINE` pixels along each side where it has so many.
 
         Raises whatever decoding raises.
         """
-        factor = next((factor for factor in FACTORS if min(box[2:]) >= factor * max(least, FINE)), 1)
+        most = min(have // max(need, FINE) for have, need in zip(box[2:], sides(least), strict=True))
+        factor = next((factor for factor in FACTORS if factor <= most), 1)
         image = self.decode(factor)
         top, height = _scaled(box[0], box[2], image.shape[1], self.height)
         left, width = _scaled(box[1], box[3], image.shape[2], self.width)
         return image[:, top : top + height, left : left + width]
 
-    def whole(self, least: int) -> Tensor:
+    def whole(self, least: ImageSize) -> Tensor:
         """All of it, as `pixels`. Raises ValueError too."""
         if max(self.height, self.width) > LONGEST * min(self.height, self.width):
             raise ValueError(f"{self.width} x {self.height} pixels are a stripe, no photo: cut it")

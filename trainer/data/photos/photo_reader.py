@@ -22,6 +22,7 @@ from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe
+from trainer.recipe.image_sizes import ImageSize, sides
 
 TINY = 64  # images of this size and less are not cropped for evaluation
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes uint8 directly
@@ -42,8 +43,8 @@ class Report(NamedTuple):
     uncached: int = 0  # photos that the cache lacked
 
 
-def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
-    """A photo for evaluation: its shorter side resized to `shorter` pixels, and `size` x `size` cut out of the centre.
+def held_out(picture: Picture, size: ImageSize, shorter: ImageSize | None = None) -> Tensor:
+    """A photo for evaluation: resized until it covers `shorter`, and `size` cut out of the centre.
 
     Evaluation and prediction both use it, and so have the same pixels. The image is decoded no larger than needed.
     `shorter` is by default `shorter_side(size)`.
@@ -52,21 +53,33 @@ def held_out(picture: Picture, size: int, shorter: int | None = None) -> Tensor:
     return centre_cut(picture.whole(shorter), size, shorter)
 
 
-def centre_cut(images: Tensor, size: int, shorter: int) -> Tensor:
-    """Images (..., C, H, W) with their shorter side resized to `shorter`, and `size` x `size` cut out of the centre."""
-    if min(images.shape[-2:]) != shorter:
-        images = resized(images, [shorter])
-    centre: Tensor = vision.center_crop(images, [size, size])
+def centre_cut(images: Tensor, size: ImageSize, shorter: ImageSize) -> Tensor:
+    """Images (..., C, H, W) resized until they cover `shorter`, and `size` cut out of the centre."""
+    height, width = images.shape[-2:]
+    if (wanted := covering(height, width, shorter)) != (height, width):
+        images = resized(images, [*wanted])
+    centre: Tensor = vision.center_crop(images, [*sides(size)])
     return centre
 
 
-def shorter_side(size: int) -> int:
-    """The shorter side of a photo before `size` pixels are cut out for evaluation: size / 0.875; tiny ones are not
-    cut."""
-    return size if size <= TINY else round(size / 0.875)
+def covering(height: int, width: int, box: ImageSize) -> tuple[int, int]:
+    """The height and width that an image is resized to, in proportion, until it just covers a box. Of a square box it
+    has the shorter side, as of torchvision's Resize(side)."""
+    high, wide = sides(box)
+    if high * width >= wide * height:
+        return high, int(high * width / height)
+    return int(wide * height / width), wide
 
 
-def shorter_side_of(data: Datasets) -> int:
+def shorter_side(size: ImageSize) -> ImageSize:
+    """What a photo covers before `size` is cut out for evaluation, of a square its shorter side: size / 0.875; tiny
+    ones are not cut."""
+    if max(sides(size)) <= TINY:
+        return size
+    return round(size / 0.875) if isinstance(size, int) else (round(size[0] / 0.875), round(size[1] / 0.875))
+
+
+def shorter_side_of(data: Datasets) -> ImageSize:
     """The same for a data set's held-out images: of those in memory, or with a target for each pixel, the shorter side
     becomes the image's."""
     whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
@@ -124,16 +137,17 @@ class PhotoDraws:
         self.flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
         self.auto = Auto(recipe, seed, epoch, index)
 
-    def apply(self, row: int, picture: Picture, size: int) -> Tensor:
-        """An image as (C, size, size) uint8."""
+    def apply(self, row: int, picture: Picture, size: ImageSize) -> Tensor:
+        """An image as (C, *size) uint8."""
+        height, width = sides(size)
         if self.crop is not None:
             box = self.crop.box(row, picture.height, picture.width)
-            image = resized(picture.pixels(box, size), [size, size])
+            image = resized(picture.pixels(box, size), [height, width])
         else:
             image = held_out(picture, size)
             if self.recipe.crop == "pad":
                 top, left = self.shift[row].tolist()
-                image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + size, left : left + size]
+                image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + height, left : left + width]
         if self.flip[row]:
             image = image.flip(-1)
         return self.auto(row, image)
@@ -159,7 +173,7 @@ class Reader:
         """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers."""
         self.source, self.images, self.labels = source, images, labels
         self.augment, self.seed, self.skip = augment, seed, skip
-        self.size, self.channels = images.shape[2], images.shape[-1]
+        self.channels = images.shape[-1]
         self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
         self.pictures = source if isinstance(source, PictureSource) else None
 
@@ -174,6 +188,10 @@ class Reader:
                 else self._training(images, labels, epoch, index)
             )
         return report._replace(uncached=self._uncached - before)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.images.shape[2], self.images.shape[3]
 
     @cached_property
     def _generators(self) -> Generators:
@@ -271,5 +289,5 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
 
 
 def _visible(images: Tensor) -> Tensor:
-    """(n, C, H, W) -> (n, H, W, 1 or 3): the first of other numbers of channels."""
-    return images[:, : 3 if images.shape[1] == 3 else 1].permute(0, 2, 3, 1).contiguous()
+    """(n, C, H, W) -> (n, H, W, 1 or 3): the first three channels, or one of two."""
+    return images[:, : 3 if images.shape[1] >= 3 else 1].permute(0, 2, 3, 1).contiguous()

@@ -6,6 +6,7 @@ follows from the values of one image, which would make a dark photo as bright as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,17 @@ def kind_of(image: Image.Image) -> PixelKind | None:
     return PixelKind("16-bit numbers", WHOLE, colour=True) if ";16" in str(getattr(tile[0], "args", "")) else None
 
 
+def kind_of_values(values: Values) -> PixelKind | None:
+    """The same of an array. Raises ValueError."""
+    if values.dtype == np.uint8:
+        return None
+    if values.dtype.kind == "f":
+        return PixelKind("real numbers", REAL)
+    if (values.dtype.kind, values.dtype.itemsize) != ("u", 2):
+        raise ValueError(f"its values are {values.dtype}: save them as uint8, uint16 or floating point")
+    return PixelKind("16-bit numbers", WHOLE)
+
+
 def as_bytes(values: Values, kind: PixelKind, wanted: Range | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Values from 0 to 255, clipped to black and white. Raises ValueError."""
     if wanted is None and kind.natural == WHOLE:  # as Pillow does with colour
@@ -93,14 +105,17 @@ class PixelValues:
     def add(self, image: Image.Image, where: str) -> None:
         """Look at an image that is not loaded yet; it is loaded where its values may matter. Raises ValueError."""
         self.pages += image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
-        kind = kind_of(image)
+        self.seen(kind_of(image), lambda: np.asarray(image), where)
+
+    def seen(self, kind: PixelKind | None, load: Callable[[], Values], where: str) -> None:
+        """Look at values of a kind."""
         if kind is None:
             return
         self.count += 1
         self._first = self._first or (where, kind)
         if self.wanted is not None or (kind.natural == WHOLE and self._high >= WHOLE[1] / DARK):
             return
-        values = np.asarray(image)
+        values = load()
         values = values.astype(np.uint16) << 8 | 255 if kind.colour else np.nan_to_num(values, posinf=0, neginf=0)
         self._low = min(self._low, float(values.min(initial=0)))
         self._high = max(self._high, float(values.max(initial=0)))

@@ -25,6 +25,7 @@ from trainer.data.workers.worker_counts import PREFETCH, slots
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
 from trainer.processes.resources import PHOTOS, keep_freed_memory
+from trainer.recipe.image_sizes import sides
 
 MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
 POLL = 1.0  # seconds between two checks that the workers live
@@ -48,8 +49,7 @@ class Buffers(NamedTuple):
 
 def buffered(datasets: Datasets) -> TensorSpec:
     """A sample's inputs in a buffer."""
-    size = datasets.image_size
-    return datasets.plain or TensorSpec((size, size, datasets.channels), torch.uint8)
+    return datasets.plain or TensorSpec((*sides(datasets.image_size), datasets.channels), torch.uint8)
 
 
 Readers = Callable[[Buffers], Sequence[Reader]]  # makes a reader of each source, which fills these buffers

@@ -1,0 +1,233 @@
+"""Images of any number of channels, from the file to the trained model."""
+
+import json
+from contextlib import nullcontext, suppress
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import trainer
+from tests.command_line import WHOLE, losses, ok, result
+from tests.command_line import trainer as command
+from tests.modes.test_parity import FP32, distances, norms, tensors
+from tests.modes.ways import EXACT
+from trainer.data import open_datasets, register_dataset
+from trainer.data.folders.scanning import LeftOut, listed
+from trainer.data.photos.decoding import open_image
+from trainer.data.photos.photo_reader import as_pictures, held_out
+from trainer.data.registered import registered
+from trainer.errors import RecipeError, SetupError
+from trainer.models import zoo
+from trainer.models.torchvision_zoo import adapted
+from trainer.recipe import ModelRecipe
+from trainer.recipe import load as recipe_of
+from trainer.saving.weights import read_metadata
+
+CHANNELS = 5
+TRAIN = ["data.name=imagefolder", "data.channels=5", "data.image_size=[24,32]", "model.name=cnn_gn", "batch_size=8"]
+TRAIN += ["optimizer.lr=0.01", "epochs=2", "data.workers=1", "augment.crop=resized", "logging.verdict=false"]
+TRAIN += [*WHOLE, "ema=0.9"]
+
+
+def waves(kind, number, shape=(40, 60)):
+    """(H, W, 5) that differ by `kind` and `number`, from 0 to 1."""
+    y, x = np.mgrid[: shape[0], : shape[1]] / 60
+    return np.stack([0.5 + 0.4 * np.sin((3 + k + 4 * kind) * x + y * (k + 1) + number) for k in range(CHANNELS)], -1)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stacks")
+    for number in range(24):
+        (root / "ab"[number % 2]).mkdir(exist_ok=True)
+        np.save(root / "ab"[number % 2] / f"{number:02}.npy", (65535 * waves(number % 2, number)).astype(np.uint16))
+    return root
+
+
+def read(path, channels=CHANNELS, pixel_range=None):
+    picture = open_image(str(path), channels, pixel_range)
+    return picture.whole(max(picture.height, picture.width)).permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
+def test_arrays_and_tiffs_have_the_same_pixels(tmp_path, dtype, layout):
+    tifffile = pytest.importorskip("tifffile")
+    scale = {"uint8": 255, ">u2": 65535, "float32": 1}[dtype]
+    image = (scale * waves(0, 1)).astype(dtype)
+    np.save(tmp_path / "a.npy", image)
+    planes = image if layout == "contig" else np.moveaxis(image, -1, 0)
+    options = {} if layout == "pages" else {"planarconfig": layout}
+    tifffile.imwrite(tmp_path / "a.tif", planes, photometric="minisblack", **options)
+    wanted = {"uint8": image, ">u2": (image.astype(int) >> 8), "float32": np.rint(image.astype(float) * 255)}[
+        dtype
+    ].astype(np.uint8)
+    for name in ("a.npy", "a.tif"):
+        assert np.array_equal(read(tmp_path / name), wanted), name
+    if dtype == ">u2":
+        narrow = np.clip(np.rint((image.astype(float) - 1000) * (255 / 49000)), 0, 255)
+        assert np.array_equal(read(tmp_path / "a.tif", pixel_range=(1000.0, 50000.0)), narrow)
+
+
+def test_a_tiff_is_turned_and_one_of_several_sizes_is_refused(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    image = (255 * waves(0, 1)).astype(np.uint8)
+    tifffile.imwrite(
+        tmp_path / "a.tif", image, photometric="minisblack", planarconfig="contig", extratags=[(274, "H", 1, 6, True)]
+    )
+    assert np.array_equal(read(tmp_path / "a.tif"), np.rot90(image, -1))
+    with tifffile.TiffWriter(tmp_path / "b.tif") as file:
+        for part in (image, image[:20]):
+            file.write(part, photometric="minisblack", planarconfig="contig")
+    with pytest.raises(ValueError, match="sizes"):
+        read(tmp_path / "b.tif")
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.zeros((9, 8, 4), np.uint8), "data.channels=4"),
+        (np.zeros((9, 8), np.uint8), "1 channel"),
+        (np.zeros((5, 9, 8), np.uint8), "moveaxis"),
+        (np.zeros((5, 9, 5), np.uint8), "moveaxis"),
+        (np.zeros((2, 9, 8, 5), np.uint8), "shape"),
+        (np.zeros((0, 8, 5), np.uint8), "shape"),
+        (np.zeros((9, 8, 5), np.int16), "uint16"),
+        (np.zeros((9, 8, 5), bool), "uint16"),
+        (np.full((9, 8, 5), 7.0), "data.pixel_range"),
+        (np.array([None]), "pickle"),
+    ],
+)
+def test_what_is_not_of_these_channels_is_refused(tmp_path, array, says):
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path / "a.npy")
+    torchvision.io.write_png(torch.zeros(3, 9, 9, dtype=torch.uint8), str(tmp_path / "a.png"))
+    with pytest.raises(ValueError, match=r"npy"):
+        read(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data.channels=4"], r"\.npy.*5 channels"),
+        ([], r"data\.channels=5"),
+        (["data.channels=5", "augment.auto=trivial"], "augment.auto=none"),
+        (["data.channels=5", "data.mean=[0.1,0.2,0.3]"], "data.mean"),
+        (["data.channels=65"], "data.channels"),
+        (["data.channels=0"], "data.channels"),
+        (["data.channels=five"], "data.channels"),
+    ],
+)
+def test_data_that_cannot_be_are_refused(photos, words, says):
+    others = [word for word in TRAIN if not word.startswith("data.channels=")]
+    with pytest.raises((RecipeError, SetupError, ValueError), match=says):  # without words as it is read
+        data = open_datasets(recipe_of(None, *others, *words, f"data.root={photos}"))
+        data.train.read(0, data.channels)
+
+
+def test_jpeg_copies_and_mixed_inputs_are_refused(photos, tmp_path):
+    cached = command(*TRAIN, f"data.root={photos}", "data.cache=disk", "data.cache_format=jpeg", f"output={tmp_path}/x")
+    assert cached.returncode == 2 and "data.cache_format" in cached.stderr
+    with torch.device("meta"), pytest.raises(RecipeError, match="3 channels"):
+        zoo.build(ModelRecipe(name="inception_v3"), 3, 5, 299)
+    (tmp_path / "a").mkdir()
+    for name in ("1.npy", "2.png"):
+        (tmp_path / "a" / name).touch()
+    left = LeftOut()
+    assert listed(tmp_path / "a", left)[1] == ["2.png"] and left.total() == 1, "arrays beside photos are no photos"
+
+
+def test_first_layers_are_adapted_as_timm_does():
+    weight = torch.randn(8, 3, 7, 7)
+    for channels in (1, 2, 4, 5, 7, 64):
+        made = adapted(weight, channels)
+        assert made.shape == (8, channels, 7, 7)
+        wanted = [weight.sum(1)] if channels == 1 else [weight[:, k % 3] * 3 / channels for k in range(channels)]
+        assert torch.allclose(made, torch.stack(wanted, 1))
+        with suppress(ImportError):
+            from timm.models import adapt_input_conv
+
+            assert torch.equal(adapt_input_conv(channels, weight), made)
+    torch.manual_seed(0)
+    for name in ("resnet18", "swin_t", "squeezenet1_1"):
+        fresh = zoo.build(ModelRecipe(name=name), 3, 5, 64)
+        first = next(part for part in fresh.modules() if isinstance(part, nn.Conv2d))
+        assert fresh.eval()(torch.zeros(2, 5, 64, 64)).shape == (2, 3)
+        assert not torch.equal(first.weight[:, 0], first.weight[:, 3]), "drawn anew, no copies"
+    with torch.device("meta"):
+        for name in ("vit_b_32", "densenet121", "maxvit_t", "mobilenet_v3_small", "timm:resnet18"):
+            with suppress(RecipeError) if name.startswith("timm") else nullcontext():
+                assert zoo.build(ModelRecipe(name=name), 3, 5, 224)(torch.zeros(2, 5, 224, 224)).shape == (2, 3)
+
+
+def test_published_weights_are_adapted(tmp_path, monkeypatch):
+    """From a file where torchvision looks for them."""
+    weights = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
+    whole = torchvision.models.squeezenet1_1()
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path.parent))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    torch.save(whole.state_dict(), tmp_path / "checkpoints" / weights.url.rpartition("/")[2])
+    monkeypatch.setattr(type(weights), "get_state_dict", lambda *_, **__: whole.state_dict())
+    model = zoo.build(ModelRecipe(name="squeezenet1_1", weights="DEFAULT"), 3, 5, 64)
+    assert torch.equal(model.features[0].weight, adapted(whole.features[0].weight, 5))
+    assert torch.equal(model.features[3].squeeze.weight, whole.features[3].squeeze.weight)
+
+
+@pytest.fixture(scope="module")
+def single(photos, tmp_path_factory):
+    run = tmp_path_factory.mktemp("single") / "run"
+    done = ok(*TRAIN, f"data.root={photos}", "mode=single", f"output={run}")
+    assert "over 20 of 20 training images" in done.stdout and "first" in done.stdout, "of the channels in pictures"
+    return run
+
+
+@pytest.mark.parametrize("way", ["ddp", "1f1b"])
+def test_modes_train_as_single_does(photos, single, way, tmp_path):
+    run = tmp_path / "run"
+    ok(*TRAIN, f"data.root={photos}", *EXACT[way], f"output={run}")
+    assert losses(run) == pytest.approx(losses(single), rel=FP32)
+    assert norms(run) == pytest.approx(norms(single), rel=FP32)
+    assert all(distance < FP32 for distance in distances(tensors(run), tensors(single)).values())
+
+
+def test_what_was_measured_stays_with_the_run(photos, single, tmp_path):
+    """By every door: metadata, the recipe, predict, load, evaluate, export."""
+    images = [held_out(open_image(str(path), 5), (24, 32)) for path in sorted(photos.glob("?/*.npy"))]
+    told = {key: json.loads(read_metadata(single)[key]) for key in ("mean", "std", "channels", "inputs")}
+    recipe = recipe_of(str(single)).data
+    assert (told["mean"], told["std"], told["channels"]) == (recipe.mean, recipe.std, 5)
+    pixels = torch.stack(images).double() / 255
+    assert len(told["mean"]) == 5 and pixels.mean((0, 2, 3)).tolist() == pytest.approx(told["mean"], abs=0.02)
+    model = trainer.load(single)
+    mean, std = (torch.tensor(told[key])[:, None, None] for key in ("mean", "std"))
+    with torch.no_grad():
+        wanted = model.model(((images[3] / 255 - mean) / std)[None].float()).softmax(1).max()
+    path = str(sorted(photos.glob("?/*.npy"))[3])
+    for devices in (None, ["cpu", "cpu"]):
+        assert model.predict(path, devices).probability == pytest.approx(float(wanted), abs=1e-5)
+    array = read(path)
+    assert model.predict(array).probability == pytest.approx(float(wanted), abs=1e-5)
+    with pytest.raises(RecipeError, match="5 x H x W"):
+        model.predict(array[..., :4])
+    assert trainer.evaluate(single)["val_loss"] == pytest.approx(result(single)["val_loss"], rel=1e-5)
+    words = [f"checkpoint={single}", "format=exported_program", f"output={tmp_path}/x.pt2"]
+    assert "batch, 5, 24, 32" in ok("export", *words).stdout
+
+
+def test_arrays_of_a_users_own(photos):
+    images = torch.randint(0, 256, (8, 5, 9, 12), dtype=torch.uint8)
+    register_dataset("five")(lambda data: ((images, torch.arange(8) % 2),) * 2 + ("ab",))
+    try:
+        data = open_datasets(recipe_of(None, "data.name=five", "data.channels=5", "data.image_size=[9,12]"))
+        assert torch.equal(data.train.images, images) and len(data.mean) == 5
+        assert as_pictures(data, torch.zeros(2, 5, 4, 4)).shape == (2, 4, 4, 3)
+        for words in ([], ["data.channels=3"], ["data.channels=4"]):
+            with pytest.raises(RecipeError, match=r"data\.channels"):
+                open_datasets(recipe_of(None, "data.name=five", "data.image_size=[9,12]", *words))
+    finally:
+        del registered["five"]

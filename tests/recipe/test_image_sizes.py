@@ -17,7 +17,6 @@ from tests.modes.ways import EXACT
 from trainer import evaluate, load
 from trainer import recipe as recipes
 from trainer.commands.sweep.space import dimension
-from trainer.commands.trained import WeightFacts
 from trainer.data import sampling
 from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state
 from trainer.data.cache.stored import Format, picture_of, prepared
@@ -28,6 +27,7 @@ from trainer.errors import CheckpointError, RecipeError
 from trainer.models import zoo
 from trainer.recipe import ModelRecipe
 from trainer.recipe.schema import AugmentRecipe
+from trainer.training.trained import WeightFacts
 
 SIZES = [(64, 96), (96, 64), (70, 71), (160, 48)]
 PHOTOS = [(120, 160), (160, 120), (150, 150), (33, 301), (90, 64)]

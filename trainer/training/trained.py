@@ -36,7 +36,8 @@ from trainer.training.initial_model import model_for
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 LARGEST = 2**32  # bytes of one input
 TRAINING = {  # read by nothing else
-    "resume", "epochs", "max_steps", "accumulate", "optimizer", "schedule", "distill", "recompute", "ema", "stop", "save"
+    "resume", "epochs", "max_steps", "accumulate", "optimizer", "schedule", "distill", "recompute", "ema", "stop",
+    "save",
 }  # fmt: skip
 ANYWHERE = {"devices": "auto", "mode": "ddp"}  # its devices were those of the training: take what is here
 

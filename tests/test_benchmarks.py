@@ -18,6 +18,7 @@ COMMANDS = [
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1 --megapixels 1",
     "pipeline_tuning.py --model resnet18 --size 64 --batch 48 --rounds 1",
     "plan_accuracy.py --rounds 1 --steps 4 --only resnet18",
+    "unequal_ranks.py 0.0001,0.0003 1",
     "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",

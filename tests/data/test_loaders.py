@@ -354,10 +354,9 @@ def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
     if advice:
         recipe = load(None, *_last([*words, *advice]))
         steps_per_epoch(samples, recipe, shard)
-        parts = [
-            sampling.contiguous_rows(np.arange(samples), recipe.batch_size, i, count, recipe.accumulate)
-            for i in range(count)
-        ]
+        steps = sampling.contiguous_steps(samples, recipe.batch_size // count, count)
+        spans = [range(*sampling.contiguous_span(samples, i, count)) for i in range(count)]
+        parts = [sampling.contiguous_rows(np.array(span), steps, recipe.accumulate) for span in spans]
         assert min(len(piece) for part in parts for step in part for piece in step) > 0
 
 

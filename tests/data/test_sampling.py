@@ -6,6 +6,7 @@ import pytest
 from trainer.data import sampling
 from trainer.recipe import load
 from trainer.recipe.checks import most_rows
+from trainer.recipe.shares import rows_of
 
 
 @pytest.mark.parametrize("samples", [1, 2, 17, 1000])
@@ -27,22 +28,66 @@ def test_draws_are_uniform_and_independent():
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("together", [1, 2])
-def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
-    size, recipe = 16, load(None, "batch_size=16", f"accumulate={pieces}", f"augment.mixup={together - 1}")
-    permuted = sampling.permutation(0, 0, 3 * size + 3)
-    spans = [sampling.share_spans(size, index, count, pieces, together) for index in range(count)]
-    parts = [sampling.share_rows(permuted, size, span) for span in spans]
-    sizes = [len(rows) for part in parts for step in part for rows in step]
-    assert min(sizes) >= together and max(sizes) - min(sizes) <= together and not any(n % together for n in sizes)
-    assert max(sizes) == most_rows(recipe, count)
+def shared_out(recipe, rows):
+    """What each share reads of three global batches of 16, in parts of these rows; and the order that they divide."""
+    permuted = sampling.permutation(0, 0, 3 * 16 + 3)
+    spans = [sampling.share_spans(recipe.batch_size, rows, index) for index in range(len(rows))]
+    return permuted, [sampling.share_rows(permuted, recipe.batch_size, span) for span in spans]
+
+
+def check_shared_out(permuted, parts, pieces, size=16):
     for step in range(3):
         assert all(len(part) == 3 and len(part[step]) == pieces for part in parts)
         rows = [np.concatenate([part[step][piece] for part in parts]).tolist() for piece in range(pieces)]
         assert np.concatenate(rows).tolist() == permuted[step * size : (step + 1) * size].tolist()
         assert {*map(len, rows)} == {size // pieces}, "the same micro-batches for any number of shards"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("together", [1, 2])
+def test_shards_share_out_each_global_batch_in_order(count, pieces, together):
+    recipe = load(None, "batch_size=16", f"accumulate={pieces}", f"augment.mixup={together - 1}")
+    permuted, parts = shared_out(recipe, rows_of(recipe, count))
+    sizes = [len(rows) for part in parts for step in part for rows in step]
+    assert min(sizes) >= together and max(sizes) - min(sizes) <= together and not any(n % together for n in sizes)
+    assert max(sizes) == most_rows(recipe, count)
+    check_shared_out(permuted, parts, pieces)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words", "rows"),
+    [
+        ([3, 1], "", [12, 4]),
+        ([0.1, 0.3], "accumulate=2", [2, 6]),
+        ([5, 3, 1], "", [9, 5, 2]),
+        ([5, 3, 1], "augment.mixup=0.2", [8, 6, 2]),
+        ([2, 1], "accumulate=4 augment.mixup=0.2", [2, 2]),
+    ],
+)
+def test_shares_by_numbers_divide_each_micro_batch_in_proportion(numbers, words, rows):
+    recipe = load(None, "batch_size=16", f"shares={numbers}", *words.split())
+    assert rows_of(recipe, len(numbers)) == rows and most_rows(recipe, len(numbers)) == max(rows)
+    permuted, parts = shared_out(recipe, rows)
+    assert [[len(piece) for step in part for piece in step] for part in parts] == [
+        [each] * 3 * recipe.accumulate for each in rows
+    ]
+    check_shared_out(permuted, parts, recipe.accumulate)
+
+
+@pytest.mark.parametrize(("rows", "samples"), [([3, 1], 65), ([9, 5, 2], 1009), ([1, 1, 14], 48)])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_contiguous_parts_in_proportion_use_each_sample_once(rows, samples, pieces):
+    order = sampling.permutation(1, 2, samples)
+    steps = -(-samples // (pieces * sum(rows)))
+    read = []
+    for index, most in enumerate(rows):
+        start, stop = sampling.contiguous_span(samples, index, len(rows), rows)
+        assert abs((stop - start) - samples * most / sum(rows)) < 1
+        part = sampling.contiguous_rows(order[start:stop], steps, pieces)
+        assert len(part) == steps and max(len(piece) for step in part for piece in step) <= most
+        read += [piece for step in part for piece in step]
+    assert np.concatenate(read).tolist() == order.tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,8 +107,10 @@ def test_contiguous_rows_use_each_sample_once_in_batches_of_nearly_one_size(coun
     batch_size = count * pieces * rows
     for samples in (batch_size, batch_size + 1, 2 * batch_size - 1, 97, 1000, 1009):
         permuted = sampling.permutation(1, 2, samples)
-        shards = [sampling.contiguous_rows(permuted, batch_size, index, count, pieces) for index in range(count)]
-        assert {len(shard) for shard in shards} == {sampling.contiguous_steps(samples, batch_size // count, count)}
+        steps = sampling.contiguous_steps(samples, batch_size // count, count)
+        spans = [sampling.contiguous_span(samples, index, count) for index in range(count)]
+        shards = [sampling.contiguous_rows(permuted[start:stop], steps, pieces) for start, stop in spans]
+        assert {len(shard) for shard in shards} == {steps}
         for shard in shards:
             sizes = [len(piece) for step in shard for piece in step]
             assert len(sizes) == len(shard) * pieces
@@ -72,12 +119,13 @@ def test_contiguous_rows_use_each_sample_once_in_batches_of_nearly_one_size(coun
         assert read.tolist() == permuted.tolist()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rows", [[4], [4, 4], [4, 4, 4], [5, 1], [1, 2, 4]])
 @pytest.mark.parametrize("samples", range(1, 18))
-def test_evaluation_takes_each_sample_once(samples, count):
-    shards = [sampling.evaluation_spans(samples, 4, index, count) for index in range(count)]
-    assert len({len(spans) for spans in shards}) == 1
-    assert all(0 <= stop - start <= 4 for spans in shards for start, stop in spans)
+def test_evaluation_takes_each_sample_once(samples, rows):
+    shards = [sampling.evaluation_spans(samples, rows, index) for index in range(len(rows))]
+    assert {len(spans) for spans in shards} == {-(-samples // sum(rows))}
+    for spans, most in zip(shards, rows, strict=True):
+        assert all(0 <= stop - start <= most for start, stop in spans)
     taken = [sample for spans in shards for start, stop in spans for sample in range(start, stop)]
     assert sorted(taken) == list(range(samples))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.command_line import suggested
 from trainer.devices.strain import Strain
 from trainer.recipe import load
-from trainer.telemetry.symptoms import Facts, symptoms
+from trainer.telemetry.rank_watch import FEW, WINDOW, WINDOWS, RankWatch
+from trainer.telemetry.symptoms import Facts, slow_rank, symptoms
 
 GUESS = math.log(10)
 WELL = {
@@ -152,3 +154,21 @@ def test_the_machine():
 def test_one_cause_gets_one_word():
     assert told(**{**STUCK, "losses": [7, 9, 10]}).keys() == {"loss"}
     assert told(**{**HEART, **GUESSED}).keys() == {"never predicted"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "0.6 times as fast: shares=auto gives up to 1.33 times the images/s"),
+        (("shares=auto",), "from the next epoch on"),
+        (("shares=[3,1]",), "try shares=auto"),
+    ],
+)
+def test_a_slow_ranks_line_tells_what_shares_can_do(words, says):
+    """Of two ranks, one 0.6 times as fast: equal parts do 2 x 0.6, and unequal ones 1.6."""
+    watch = RankWatch()
+    for _ in range(WINDOWS * FEW):
+        watch.add(WINDOW, [[1.0, 0.0, 0.2], [1.0, 0.0, 0.2 / 0.6]])
+    lag = watch.named()
+    assert says in slow_rank(lag, "here, cuda:1", load("digits", *words))
+    assert "shares" not in slow_rank(replace(lag, data=True), "here, cuda:1", load("digits")), "images come late"

@@ -15,7 +15,7 @@ from trainer.processes.resources import locate
 from trainer.processes.terminal import say
 from trainer.processes.world import DATA_PATIENCE
 from trainer.recipe.checks import check_processes
-from trainer.recipe.recipe_files import split_words
+from trainer.recipe.recipe_files import split_words, word_of
 from trainer.saving.run_names import run_named
 from trainer.saving.tensor_files import whole
 from trainer.training.evaluation import evaluate, metrics_of, replayed
@@ -56,6 +56,11 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     path, recipe = str(trained.path), trained.recipe
     start_process(recipe)
     world = locate(recipe)
+    if recipe.shares == "auto" or (recipe.shares is not None and world.size == 1):
+        raise RecipeError(
+            f"{word_of('shares', recipe.shares)}: evaluate divides images among torchrun's processes by numbers, as in "
+            "shares=[3, 1]; type shares=null"
+        )
     rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
     augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed
     plain = {"accumulate": 1, "recompute": False, "augment": augment}

@@ -32,6 +32,7 @@ class MemoryFeed:
     ) -> None:
         """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
         self.failures: list[Unreadable] = []
+        self.uncached = 0
         self._inputs = None if inputs is None else inputs.to(device)
         self._labels = None if labels is None else labels.to(device)
         self._pool = min((len(part) for part in (inputs, labels) if part is not None), default=length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +20,7 @@ from trainer.data.workers.worker_pool import buffered
 from trainer.errors import RecipeError
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
-from trainer.recipe.checks import most_rows
+from trainer.recipe.shares import given, rows_of
 from trainer.tasks import Task
 
 
@@ -40,11 +41,15 @@ def steps_per_epoch(samples: int, recipe: Recipe, share: DataShare) -> int:
         return samples // recipe.batch_size
 
     def steps(size: int) -> int:
+        if given(recipe):  # which count is unequal need not divide the batch
+            return -(-samples // size)
         return sampling.contiguous_steps(samples, size // share.count, share.count)
 
     def fits(size: int) -> bool:
         """Whether the smallest share has a sample for each micro-batch of each step; a larger size takes fewer."""
-        return samples // share.count >= steps(size) * recipe.pieces
+        rows = rows_of(recipe.model_copy(update={"batch_size": size}), share.count) if given(recipe) else ()
+        spans = [sampling.contiguous_span(samples, index, share.count, rows) for index in range(share.count)]
+        return min(stop - start for start, stop in spans) >= steps(size) * recipe.pieces
 
     if not fits(recipe.batch_size):
         larger = range(recipe.batch_size, samples + 1, share.count * recipe.pieces * recipe.augment.together)
@@ -88,16 +93,27 @@ class Loader:
         self._datasets, self._recipe, self._share, self._device = datasets, recipe, share, device
         samples = len(datasets.train)
         self.samples_per_step = samples / self.steps_per_epoch if share.every_sample else float(recipe.batch_size)
-        together = recipe.augment.together
-        self._rows, self._mixes = most_rows(recipe, share.count), together > 1
-        self._spans = sampling.share_spans(recipe.batch_size, share.index, share.count, recipe.pieces, together)
-        self._task = task
+        self._mixes, self._task = recipe.augment.together > 1, task
         self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
         self._transform = DeviceTransform(
             datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device
         )
-        # Photos are read for themselves, or for labels that are known in no other way.
         self.readers = readers
+        self._feeds: list[MemoryFeed | PhotoFeed] = []  # of training and of evaluation
+        self.divide(share.numbers)
+
+    def divide(self, numbers: tuple[float, ...]) -> None:
+        """Read from the next batch on what is this share's where shares are in proportion to the numbers."""
+        recipe, datasets, device, readers = self._recipe, self._datasets, self._device, self.readers
+        share = self._share = replace(self._share, numbers=numbers)
+        rows = rows_of(recipe, share.count, numbers=numbers)
+        self._spans = sampling.share_spans(recipe.batch_size, rows, share.index)
+        self._every = rows if numbers else [max(rows)] * share.count  # of a batch of evaluation
+        self._rows, self._epoch = self._every[share.index], None
+        self.close()
+        counted = [(feed.failures, feed.uncached) for feed in self._feeds]
+        self._feeds.clear()  # a device that holds the images has no room for two of them
+        # Photos are read for themselves, or for labels that are known in no other way.
         parts, skip = (datasets.train, datasets.val), recipe.data.on_error == "skip"
         labels = [known_labels(part, skip) if share.targets else None for part in parts]
         sources: list[PhotoSource] = [
@@ -119,15 +135,26 @@ class Loader:
                 return PhotoFeed(pool, number, self._rows, device)
             if share.inputs and isinstance(part, ImageSet):
                 images = ImageFeed(part, self._rows, augment, recipe.seed, device)
-                images.failures += part.failures if share.index == 0 else ()  # every rank has decoded every image
+                if share.index == 0 and not counted:  # every rank has decoded every image
+                    images.failures += part.failures
                 return images
             inputs = part.inputs if share.inputs and isinstance(part, TensorSet) else None
             return MemoryFeed(inputs, known, len(part), self._rows, device)
 
-        self._train, self._val = (
+        self._feeds += [
             feed(part, known, augment)
             for part, known, augment in zip(parts, labels, (recipe.augment, AugmentRecipe()), strict=True)
-        )
+        ]
+        for made, (failures, uncached) in zip(self._feeds, counted, strict=False):
+            made.failures, made.uncached = failures, uncached
+
+    @property
+    def _train(self) -> MemoryFeed | PhotoFeed:
+        return self._feeds[0]
+
+    @property
+    def _val(self) -> MemoryFeed | PhotoFeed:
+        return self._feeds[1]
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -145,8 +172,8 @@ class Loader:
     @property
     def uncached(self) -> int:
         """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
-        feeds = (self._train, self._val) if self._share.inputs and self._share.counted else ()
-        return sum(feed.uncached for feed in feeds if isinstance(feed, PhotoFeed))
+        feeds = self._feeds if self._share.inputs and self._share.counted else ()
+        return sum(feed.uncached for feed in feeds)
 
     @property
     def workers(self) -> int | None:
@@ -189,7 +216,9 @@ class Loader:
             recipe, share = self._recipe, self._share
             order, size = self._order(epoch), recipe.batch_size
             if share.every_sample:
-                steps = sampling.contiguous_rows(order, size, share.index, share.count, recipe.pieces)
+                rows = rows_of(recipe, share.count, numbers=share.numbers) if share.numbers else ()
+                start, stop = sampling.contiguous_span(len(order), share.index, share.count, rows)
+                steps = sampling.contiguous_rows(order[start:stop], self.steps_per_epoch, recipe.pieces)
             else:
                 steps = sampling.share_rows(order, size, self._spans)
             self._epoch = epoch, [piece for step in steps for piece in step]
@@ -208,12 +237,12 @@ class Loader:
     @property
     def evaluation_batches(self) -> int:
         """Batches of one evaluation, the same on every share."""
-        return -(-len(self._datasets.val) // (self._rows * self._share.count))
+        return -(-len(self._datasets.val) // sum(self._every))
 
     @property
     def evaluation_spans(self) -> list[tuple[int, int]]:
         """Which held-out samples this share's batches of one evaluation hold, (start, stop)."""
-        return sampling.evaluation_spans(len(self._datasets.val), self._rows, self._share.index, self._share.count)
+        return sampling.evaluation_spans(len(self._datasets.val), self._every, self._share.index)
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """The held-out set: over all shares each sample once, in as many full-shape batches on every share.
@@ -238,8 +267,8 @@ class Loader:
 
     def close(self) -> None:
         """End the loader workers."""
-        self._train.close()
-        self._val.close()
+        for feed in self._feeds:
+            feed.close()
 
     def _inputs(self, images: Tensor) -> Tensor:
         if not self._share.inputs:

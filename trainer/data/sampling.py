@@ -7,6 +7,7 @@ draws with any number of ranks and loader workers, and in a run that was stopped
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.recipe.image_sizes import ImageSize, sides
+from trainer.recipe.shares import portions
 
 Array = npt.NDArray[Any]
 
@@ -85,16 +87,14 @@ def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
     return kept[permutation(seed, epoch, len(labels))]
 
 
-def share_spans(batch_size: int, index: int, count: int, pieces: int, together: int = 1) -> list[tuple[int, int]]:
-    """Which rows of a global batch are each micro-batch of one share, (start, stop).
+def share_spans(batch_size: int, rows: Sequence[int], index: int) -> list[tuple[int, int]]:
+    """Which rows of a global batch are each micro-batch of one share, (start, stop), of shares of so many `rows`.
 
     The batch is divided into micro-batches first, and each of these into shares: what all shares compute at a time are
-    the same rows for any number of them, as BatchNorm over all ranks sees. Sizes differ by `together` rows at most,
-    which stay together.
+    the same rows for any number of them, as BatchNorm over all ranks sees.
     """
-    whole = np.array_split(np.arange(0, batch_size, together), pieces)
-    parts = [np.array_split(piece, count)[index] for piece in whole]
-    return [(int(part[0]), int(part[-1]) + together) for part in parts]
+    starts = range(sum(rows[:index]), batch_size, sum(rows))
+    return [(start, start + rows[index]) for start in starts]
 
 
 def share_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
@@ -108,8 +108,12 @@ def share_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> l
     return [[batch[start:stop] for start, stop in spans] for batch in batches]
 
 
-def contiguous_span(samples: int, index: int, count: int) -> tuple[int, int]:
-    """The contiguous part of an epoch's order for one share, as (start, stop); the last has the remainder too."""
+def contiguous_span(samples: int, index: int, count: int, rows: Sequence[int] = ()) -> tuple[int, int]:
+    """The contiguous part of an epoch's order for one share, as (start, stop): in proportion to `rows`, where these are
+    given, else equal, and the last has the remainder too."""
+    if rows:
+        parts = portions(samples, rows)
+        return sum(parts[:index]), sum(parts[: index + 1])
     size = samples // count
     return index * size, samples if index == count - 1 else (index + 1) * size
 
@@ -120,24 +124,23 @@ def contiguous_steps(samples: int, rows: int, count: int) -> int:
     return -(-(stop - start) // rows)
 
 
-def contiguous_rows(order: Array, batch_size: int, index: int, count: int, pieces: int) -> list[list[Array]]:
+def contiguous_rows(part: Array, steps: int, pieces: int) -> list[list[Array]]:
     """What a share reads of an epoch where each has a contiguous part: sample indices, [step][piece] of (rows,).
 
     All shares take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
-    possible: sizes differ by one, and none is above the nominal batch_size / count / pieces.
+    possible: sizes differ by one, and none is above the share's nominal one.
     """
-    start, stop = contiguous_span(len(order), index, count)
-    steps = np.array_split(order[start:stop], contiguous_steps(len(order), batch_size // count, count))
-    return [np.array_split(step, pieces) for step in steps]
+    return [np.array_split(step, pieces) for step in np.array_split(part, steps)]
 
 
-def evaluation_spans(samples: int, rows: int, index: int, count: int) -> list[tuple[int, int]]:
+def evaluation_spans(samples: int, rows: Sequence[int], index: int) -> list[tuple[int, int]]:
     """Which samples one share evaluates, as (start, stop), a batch each: all shares together take each sample once.
 
-    Every share has as many batches; a stop short of `rows`, or equal to start, is to be padded.
+    Every share has as many batches, of its own `rows`; a stop short of these, or equal to start, is to be padded.
     """
-    starts = range(index * rows, index * rows + samples + (-samples) % (rows * count), rows * count)
-    return [(min(start, samples), min(start + rows, samples)) for start in starts]
+    first, size = sum(rows[:index]), sum(rows)
+    starts = range(first, first + samples + (-samples) % size, size)
+    return [(min(start, samples), min(start + rows[index], samples)) for start in starts]
 
 
 def shifts(seed: int, epoch: int, index: Array, padding: int) -> Array:

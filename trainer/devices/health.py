@@ -42,6 +42,20 @@ def check_card(device: torch.device, count: int) -> None:
         raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
 
 
+def speed(device: torch.device) -> float:
+    """Matrix products of 1024 x 1024 numbers in a second, in float32: the best of a few rounds of a moment."""
+    import torch
+
+    matrix, best = torch.ones(1024, 1024, device=device), 0.0
+    for power in range(8):
+        begun = time.perf_counter()
+        for _ in range(2**power):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
+        best = max(best, 2**power / (time.perf_counter() - begun))
+    return best
+
+
 def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
     """The first device whose current stream is still busy after this many seconds in which this process ran, if any.
 

@@ -26,6 +26,7 @@ from trainer.modes.fsdp_proof import recompute_proven
 from trainer.modes.pipeline.orders import Span
 from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.recipe.shares import given, rows_of
 from trainer.recipe.versions import torch_has
 from trainer.saving.tensor_files import Piece, StoredTensor
 from trainer.tasks import Task
@@ -48,6 +49,7 @@ class Context:
     task: Task  # whose loss is made small
     example: Example  # a micro-batch on this rank
     samples: int = 0  # of an epoch, over all ranks
+    share: DataShare | None = None  # of every global batch; None: as `Strategy.data_share` has it
     scale: Callable[[Tensor], Tensor] | None = None  # fp16's, of a loss before its backward pass
     tuned: Mapping[str, Any] = field(default_factory=dict)  # measured before to choose how to run, by `Strategy.tuned`
     say: Callable[[str], None] = lambda message: None  # prints a message, on rank 0
@@ -94,14 +96,13 @@ class Strategy:
         self.recipe, self.world, self.task = context.recipe, context.world, context.task
         self.device = self.world.device
         self.home = self.device  # where parameters, gradients and optimizer are between passes
-        self.share = self.data_share(self.recipe, self.world)
-        # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
-        self.divisor = self.world.size if self.recipe.traits.every_sample else 1
+        self.divide(self.context.share or self.data_share(self.recipe, self.world))
         # What was measured to choose how to run, kept in the run folder so that a resumed run does the same.
         self.tuned = dict(context.tuned)
         # What a rank computes of a step without the others: one forward pass, or of sharded weights a block's.
         parts = self.world.size * self.recipe.pieces * self.recipe.augment.together
-        watched = self.recipe.traits.alike and self.world.size > 1 and self.recipe.batch_size % parts == 0
+        watched = self.recipe.traits.alike and self.world.size > 1
+        watched &= self.recipe.batch_size % parts == 0 or self.recipe.shares is not None
         every = StepTimer.MARKED if self.device.type == "cuda" else 1
         self.forward_watch = Stopwatch(self.device, every) if watched else None
         # Whether passes exchange nothing, because they are recorded: `reduce_gradients` does it.
@@ -119,7 +120,14 @@ class Strategy:
     @classmethod
     def data_share(cls, recipe: Recipe, world: World) -> DataShare:
         """Which part of every global batch this rank reads."""
-        return DataShare(world.rank, world.size, every_sample=recipe.traits.every_sample)
+        return DataShare(world.rank, world.size, every_sample=recipe.traits.every_sample, numbers=given(recipe))
+
+    def divide(self, share: DataShare) -> None:
+        """From the next pass on this rank computes that part of a batch."""
+        self.share = share
+        # Workers that train apart have gradients of their own batch's mean; their losses are shares of that over all.
+        rows = rows_of(self.recipe, share.count, numbers=share.numbers)
+        self.divisor: float = sum(rows) / rows[share.index] if share.every_sample else 1
 
     def setup(self, model: nn.Module) -> None:
         """Take the model, on the CPU, to where it trains."""

@@ -105,7 +105,7 @@ class FullyShardedDataParallel(Strategy):
                 self._receive(whole_parameters(unit).values())
                 whole += storages(unit, name)
                 unit.register_forward_hook(copy_views)
-                if name and self.forward_watch is not None:
+                if self.forward_watch is not None and (name or not self.units):
                     unit.register_forward_pre_hook(partial(timed, self.forward_watch.__enter__))
                     unit.register_forward_hook(partial(timed, self.forward_watch.__exit__))
                 if self.recipe.compile and name:

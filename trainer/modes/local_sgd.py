@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.data.sampling import contiguous_span
 from trainer.models.blocks import frozen_norms
 from trainer.modes.base import Communication, Context, Strategy
+from trainer.recipe.shares import rows_of
 from trainer.saving.tensor_files import Piece, StoredTensor
 from trainer.telemetry.clocks import Stopwatch
 
@@ -143,8 +144,9 @@ class LocalSGD(Strategy):
 
         With `exact`, sums are in float64, and the average of what is equal on all ranks is that, to the last bit.
         """
-        samples = self.context.samples
-        start, stop = contiguous_span(samples, self.world.rank, self.world.size)
+        samples, share = self.context.samples, self.share
+        rows = rows_of(self.recipe, share.count, numbers=share.numbers) if share.numbers else ()
+        start, stop = contiguous_span(samples, share.index, share.count, rows)
         weight = (stop - start) / samples
         with torch.no_grad():
             for bucket in buckets(sources):

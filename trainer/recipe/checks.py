@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, neighbours
 from trainer.recipe.recipe_files import word_of
+from trainer.recipe.shares import check_shares, given, rows_of
 from trainer.recipe.versions import SINCE, installed, torch_has
 
 V_SHAPED = ("zbv", "dualpipev")  # rank r holds stages r and 2P - 1 - r
@@ -40,6 +41,7 @@ OPTIONS = {
     "compress": ("ddp.compress", "bf16"),
     "graphs": ("graphs", True),
     "recompute": ("recompute", True),
+    "shares": ("shares", "auto"),
 }  # each with a key and a value that turn it on
 
 
@@ -63,14 +65,13 @@ def data_shares(recipe: Recipe, processes: int) -> int:
 def divides(recipe: Recipe, count: int, accumulate: int | None = None) -> bool:
     """Whether the global batch can be divided into `count` shares, and each into `accumulate` micro-batches."""
     unit = (accumulate or recipe.pieces) * recipe.augment.together
-    equal = unit if recipe.traits.uneven else count * unit
+    equal = unit if recipe.traits.uneven or given(recipe) else count * unit
     return recipe.batch_size >= count * unit and recipe.batch_size % equal == 0
 
 
 def most_rows(recipe: Recipe, count: int, accumulate: int | None = None) -> int:
     """Images of the largest micro-batch then."""
-    together = recipe.augment.together
-    return -(-recipe.batch_size // (count * (accumulate or recipe.pieces) * together)) * together
+    return max(rows_of(recipe, count, accumulate))
 
 
 def piece_counts(recipe: Recipe, count: int) -> list[int]:
@@ -129,6 +130,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             f"batch_size={recipe.batch_size} does not divide among {' x '.join(among)}; "
             f"try batch_size={_batch_sizes(recipe, processes)}"
         )
+    check_shares(recipe, processes)
     if recipe.traits.micro_batches:
         microbatch_counts(recipe, processes)
 
@@ -190,7 +192,7 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
     values = flatten(recipe.to_dict())
     for option, reason in refuses.items():
         key, value = OPTIONS[option]
-        if values[key] == value:
+        if values[key] == value or isinstance(values[key], list):  # shares by numbers are shares
             raise RecipeError(f"{word_of(key, values[key])} is not for mode={recipe.mode}: {reason}")
 
 

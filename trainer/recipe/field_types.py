@@ -115,6 +115,15 @@ def _restart(value: Any) -> Any:
     return [float(number) for number in numbers]
 
 
+def _shares(value: Any) -> Any:
+    if value is None or value == "auto":
+        return value
+    numbers = _numbers(value, 1e-6, 1e6)
+    if len(numbers) < 2:
+        raise ValueError("must be auto, or a number from 1e-06 to 1e+06 for each process, as in [3, 1]")
+    return numbers
+
+
 def _columns(value: Any) -> Any:
     if not (names := _names(value)):
         raise ValueError("must be a column's name, or a list of names, as in [age, height]")
@@ -141,6 +150,7 @@ Check = Annotated[Literal["headers", "off"], BeforeValidator(_off)]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
+Shares = Annotated[Literal["auto"] | Annotated[list[int | float], Field(min_length=2)] | None, BeforeValidator(_shares)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Restart = Annotated[

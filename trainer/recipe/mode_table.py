@@ -61,11 +61,13 @@ class Traits:
 
 
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
+WHOLE_BATCH = "every stage sees all images, and its cuts balance the devices; use mode=ddp, or leave it out"
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
         when=("one device. All other modes are tested against it",),
         reference=True,
+        refuses={"shares": "one device computes all of every batch; use mode=ddp"},
     ),
     "dp": Traits(
         when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
@@ -76,6 +78,7 @@ TRAITS: dict[str, Traits] = {
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,
             "graphs": "nn.DataParallel copies the model to other devices in every pass; use mode=ddp, or graphs=auto",
+            "shares": "nn.DataParallel gives every device as many images; use mode=ddp",
         },
     ),
     "ddp": Traits(
@@ -90,7 +93,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="activations",
         staged=True,
-        refuses={"compress": DDP_GRADIENTS},
+        refuses={"compress": DDP_GRADIENTS, "shares": WHOLE_BATCH},
     ),
     "pipeline": Traits(
         when=(
@@ -107,6 +110,7 @@ TRAITS: dict[str, Traits] = {
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
             "compress": DDP_GRADIENTS,
             "accumulate=auto": "it cuts batches into micro-batches already; use pipeline.microbatches=auto",
+            "shares": WHOLE_BATCH,
         },
         refuses_processes={
             "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
@@ -151,6 +155,7 @@ TRAITS: dict[str, Traits] = {
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
             "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
+            "shares": "its workers never wait for each other, and a slow one holds up nobody; use mode=local_sgd",
         },
     ),
 }

@@ -30,7 +30,8 @@ READERS = _readers()
 # What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
 FREE_ON_RESUME = {
     "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
-    "graphs", "recompute", "stop", "grace", "accumulate", "data.root", "data.workers", "data.check", "data.download",
+    "graphs", "recompute", "shares", "stop", "grace", "accumulate", "data.root", "data.workers", "data.check",
+    "data.download",
     "data.cache_dir",
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from trainer.recipe.field_types import (
     Positive,
     Probability,
     Restart,
+    Shares,
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY
@@ -333,6 +334,11 @@ class Recipe(_Section):
     batch_size: Positive = key(128, "images per optimizer step, over all devices", 256, le=2**24)
     accumulate: MicroBatches = key(
         1, "compute a batch in this many pieces, one after the other, to save memory; auto: the fewest that fit", 4
+    )
+    shares: Shares = key(
+        None,
+        "what part of every batch each rank computes, in proportion; auto: as fast as each is; null: equal",
+        [3, 1],
     )
     epochs: Positive = key(10, "passes over the training images", 30)
     max_steps: Positive | None = key(None, "end after this many optimizer steps, if that is sooner than epochs", 100)

@@ -21,6 +21,15 @@ class Lag:
     rank: int
     behind: float  # by which share a step of its own takes longer than the median of the others'
     data: bool  # whether that is more by waiting for data than by computing
+    gain: float = 1.0  # times as fast that all together would be, if none waited for another
+
+
+def own_seconds(ranks: Sequence[Sequence[float]]) -> list[tuple[float, float]] | None:
+    """Of each rank, what of a step it waits for data and computes without the others, as `RankWatch` takes it."""
+    if any(step <= 0 or forward <= 0 for step, _, forward in ranks):
+        return None
+    times = max(0.0, min((step - data) / forward for step, data, forward in ranks))
+    return [(data, times * forward) for _, data, forward in ranks]
 
 
 class RankWatch:
@@ -45,11 +54,10 @@ class RankWatch:
             ranks: of each, the seconds of a step, those of it that it waited for data, and those of a forward pass, or
                 of a part of it that is the same on all ranks.
         """
-        if any(step <= 0 or forward <= 0 for step, _, forward in ranks):
+        if (own := own_seconds(ranks)) is None:
             return None
-        times = max(0.0, min((step - data) / forward for step, data, forward in ranks))
         self._seconds += seconds
-        self._measured.append([(data, times * forward) for _, data, forward in ranks])
+        self._measured.append(own)
         if self._seconds < WINDOW or len(self._measured) < FEW:
             return None
         typical = [
@@ -61,7 +69,8 @@ class RankWatch:
         others = [place for place in range(len(spent)) if place != rank]
         data, compute = (typical[rank][n] - statistics.median(typical[place][n] for place in others) for n in (0, 1))
         usual = statistics.median(spent[place] for place in others)
-        lag = Lag(rank, spent[rank] / usual - 1 if usual > 0 else 0.0, data > compute)
+        gain = max(spent) * statistics.fmean(1 / each for each in spent) if min(spent) > 0 else 1.0
+        lag = Lag(rank, spent[rank] / usual - 1 if usual > 0 else 0.0, data > compute, gain)
         if lag.behind <= SLOWER:
             self.suspect, self._row = None, []
         else:
@@ -76,4 +85,5 @@ class RankWatch:
         self._named.add(self.suspect)
         last = self._row[-WINDOWS:]
         data = sum(lag.data for lag in last) * 2 > WINDOWS
-        return Lag(self.suspect, statistics.median(lag.behind for lag in last), data)
+        behind, gain = (statistics.median(getattr(lag, name) for lag in last) for name in ("behind", "gain"))
+        return Lag(self.suspect, behind, data, gain)

@@ -145,12 +145,17 @@ def _cores(facts: Facts, recipe: Recipe) -> str | None:
     return text + (_tried(recipe, "threads=1", by="; or else ") if facts.threads > 1 else "")
 
 
-def slow_rank(lag: Lag, where: str) -> str:
+def slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
     """Of a rank that holds up the others, and `where` it runs."""
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
     if lag.data:
         return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
-    return f"{text}it computes more slowly; see what else runs there (top), and compare clocks (nvidia-smi -q, sensors)"
+    if recipe.shares == "auto":
+        return f"{text}it gets a smaller part of every batch from the next epoch on, if that lasts"
+    if recipe.shares is not None:
+        return f"{text}its part of every batch takes longer than theirs; try shares=auto"
+    share = f"it is {1 / (1 + lag.behind):.2g} times as fast: shares=auto gives up to {lag.gain:.2f} times the images/s"
+    return f"{text}{share}. Or see what else runs there (top), and compare clocks (nvidia-smi -q, sensors)"
 
 
 KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {

@@ -10,6 +10,7 @@ from trainer.devices import cuda_graphs, precision
 from trainer.processes.rank import elastic_advice
 from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
+from trainer.recipe.shares import rows_of
 from trainer.recipe.versions import VERSION
 from trainer.telemetry.readable import columns
 from trainer.training.memory_needs import KEPT
@@ -68,8 +69,13 @@ def banner_lines(run: Run) -> dict[str, str]:
     most = " at most" * (parts * recipe.pieces * rows != recipe.batch_size)
     steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.resolved.steps_per_epoch} steps"
     steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
-    steps += f" of {recipe.batch_size} images" + (f", {parts} x {local}{most} a {part}" if parts > 1 else "")
-    steps += f", in {recipe.pieces} pieces of {rows}{most}" if recipe.pieces > 1 else ""
+    steps += f" of {recipe.batch_size} images"
+    if (unequal := shares_of(run)) is not None:
+        steps += f", {' + '.join(map(str, unequal))} a {part}"
+        steps += f", in {recipe.pieces} pieces each" if recipe.pieces > 1 else ""
+    else:
+        steps += f", {parts} x {local}{most} a {part}" if parts > 1 else ""
+        steps += f", in {recipe.pieces} pieces of {rows}{most}" if recipe.pieces > 1 else ""
     if KEPT in run.strategy.tuned:
         steps += " (accumulate=auto)"
         steps += ", each with its own BatchNorm statistics" * (recipe.pieces > 1 and run.observer.model.batch_norm)
@@ -94,6 +100,8 @@ def banner_lines(run: Run) -> dict[str, str]:
         "steps": steps,
         "folder": str(run.tracker.path),
     }
+    if recipe.shares is not None and size == 1:
+        lines["shares"] = "one process computes all of every batch"
     if recipe.graphs is True and not cuda_graphs.possible(world.device):
         lines["graphs"] = "only CUDA devices have them: graphs=true changes nothing here"
     if (few := few_for_batch_norm(run)) is not None:
@@ -107,14 +115,21 @@ def banner_lines(run: Run) -> dict[str, str]:
     return lines
 
 
+def shares_of(run: Run) -> list[int] | None:
+    """Images of a step that each rank computes, where it uses all of its own about as many; None where equal."""
+    recipe, share = run.recipe, run.strategy.share
+    rows = rows_of(recipe, share.count, numbers=share.numbers)
+    return [recipe.pieces * each for each in rows] if share.numbers else None
+
+
 def few_for_batch_norm(run: Run) -> str | None:
     """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
     recipe, strategy = run.recipe, run.strategy
     parts = strategy.share.count
-    rows = recipe.batch_size // (parts * recipe.pieces)
+    rows = min(rows_of(recipe, parts, numbers=strategy.share.numbers))
     instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.pieces > 1)
     if recipe.sync_bn:
-        rows *= parts
+        rows = recipe.batch_size // recipe.pieces
     elif parts > 1 and "sync_bn" not in recipe.traits.refuses:
         instead.insert(0, "sync_bn=true")
     elif recipe.traits.exchanges == "copies" and run.world.device.type == "cuda":

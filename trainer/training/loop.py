@@ -21,7 +21,7 @@ from trainer.saving.checkpoint import Position
 from trainer.saving.journal import COMPLETED, START, STEPS
 from trainer.telemetry.device_memory import peak_memory
 from trainer.telemetry.readable import titled
-from trainer.training import callbacks, diagnosis, noticing, presenting, reporting, snapshots, stopping
+from trainer.training import callbacks, diagnosis, noticing, presenting, reporting, sharing, snapshots, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
 from trainer.training.memory_needs import repeatable, shortage_explained, to_go_on
@@ -105,6 +105,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     loss_weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
+    sharing.divided(run, begins=start == 0)
     batches = run.loader.training(epoch, start, stop)
     rank_sync = RankSync(run)
     run.interrupts.beat()
@@ -159,6 +160,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         if save:
             with run.ledger.span("saving"):
                 snapshots.save(run)
+        if step_in_epoch < stop and sharing.divided(run, begins=False):
+            batches = run.loader.training(epoch, step_in_epoch, stop)
 
 
 def end_epoch(run: Run, epoch: int, begun: float) -> None:

@@ -16,6 +16,7 @@ from trainer.models.recompute import runs_of
 from trainer.modes.base import in_a_row, put_back
 from trainer.recipe import Recipe
 from trainer.recipe.checks import divides, piece_counts
+from trainer.recipe.shares import given
 from trainer.saving.checkpoint import checkpoints_in
 from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.readable import as_size
@@ -58,6 +59,7 @@ def needs(resolved: Resolved, state: TrainState) -> str:
         words += ["recompute=true, which is slower"] * able
     if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
+    words += [f"a smaller number for rank {world.rank} in shares"] * bool(given(recipe))
     words += ["a smaller batch_size"]
     if KEPT in state.strategy.tuned and (number := twice(possible(resolved), recipe.pieces)) is not None:
         folder = resolved.tracker.path or recipe.output

@@ -39,7 +39,8 @@ def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
         return
     run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.state.position.step)
     if (lag := noticed.ranks.named()) is not None:
-        mine = symptoms.slow_rank(lag, f"{socket.gethostname()}, {world.device}") if world.rank == lag.rank else ""
+        where = f"{socket.gethostname()}, {world.device}"
+        mine = symptoms.slow_rank(lag, where, run.recipe) if world.rank == lag.rank else ""
         _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
 
 

@@ -132,7 +132,8 @@ class Standing(Part):
     """
 
     def facts(self) -> dict[str, Any]:
-        return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset}
+        shares = {"numbers": self.state.strategy.share.numbers, "devices": self.world.devices}
+        return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset, "shares": shares}
 
     def restore(self, saved: State) -> None:
         state, now = self.state, self.resolved.steps_per_epoch
@@ -149,6 +150,9 @@ class Standing(Part):
             state.position = Position(step, epoch, inside)
             state.step_offset = step - (epoch * now + inside)
         state.total_steps = self.recipe.epochs * now + state.step_offset
+        share, then = state.strategy.share, saved.facts.get("shares", {}).get("numbers", [])
+        if share.every_sample and inside and then != [*share.numbers]:
+            self.say("  other shares in the middle of an epoch: in this one some images come twice, or not at all")
         if self.recipe.max_steps is not None:
             state.total_steps = min(state.total_steps, self.recipe.max_steps)
 

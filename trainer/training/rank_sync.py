@@ -74,6 +74,8 @@ class RankSync:
         if agreed.ranks and not first:
             with run.ledger.span("logging"):
                 noticing.watch_ranks(run, steps, agreed.ranks)
+            if run.noticed.shares is not None:
+                run.noticed.shares.add(steps, agreed.ranks)
         if log:
             self._window = (0, 0.0, 0.0)
         return agreed

@@ -18,6 +18,7 @@ from trainer.saving.files import without_nan
 from trainer.saving.journal import START
 from trainer.tasks.task import figure
 from trainer.telemetry.readable import as_size, duration, number
+from trainer.training.banner import shares_of
 from trainer.training.callbacks import EpochReport
 from trainer.training.evaluation import WORST, metrics_of
 from trainer.training.results import Result
@@ -192,6 +193,7 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             "devices": list(run.world.devices),
             "batch_size": recipe.batch_size,
             "accumulate": recipe.pieces,
+            "shares": shares_of(run),
             "precision": precision.computed_in(recipe.precision, run.world.device),
             "epochs": len(history.losses),
             "steps": run.state.position.step,

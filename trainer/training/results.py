@@ -32,6 +32,7 @@ class Result(Metrics):
     devices: Annotated[list[str], "their names"]
     batch_size: Annotated[int, "images per step, over all devices"]
     accumulate: Annotated[int, "number of pieces in which a step is computed"]
+    shares: Annotated[list[int] | None, "images of a step that each rank computes, if these are unequal"]
     precision: Annotated[str, "the precision used on these devices"]
     epochs: Annotated[int, "epochs completed"]
     steps: Annotated[int, "steps completed"]

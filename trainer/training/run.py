@@ -16,6 +16,7 @@ from trainer.recipe import Recipe
 from trainer.saving.saver import Saver
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.rank_watch import RankWatch
+from trainer.telemetry.share_watch import ROUNDS, ShareWatch
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import replayed
@@ -36,6 +37,7 @@ class Noticed:
     announced: set[str] = field(default_factory=set)  # the kinds of which there was a word already
     lasting: dict[str, str] = field(default_factory=dict)  # warnings of what has passed since, by kind
     ranks: RankWatch = field(default_factory=RankWatch)  # which of them holds up the others, where all do the same work
+    shares: ShareWatch | None = None  # by what parts of a batch none would, where these are measured
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Run:
         self.tracker, self.timer, self.ledger = observer.tracker, observer.timer, observer.ledger
         self.noticed, self.strategy = observer.noticed, state.strategy
         self.saver = Saver(self.world.rank, self.recipe.timeout)
+        if self.recipe.shares == "auto" and self.world.size > 1:
+            self.noticed.shares = ShareWatch(0 if self.strategy.share.numbers else ROUNDS)
         self.steps = Steps(self.recipe, self.strategy, state.updater, self.tracker.say)
         self.forward = replayed(self.strategy, self.tracker.say)
         # What passes change of a model beside gradients; whether memory ran out in them, and all is as it was before.

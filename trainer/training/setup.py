@@ -36,8 +36,9 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory, locate
 from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
-from trainer.recipe.checks import most_rows
 from trainer.recipe.image_sizes import in_pixels
+from trainer.recipe.shares import bounded, rows_of, units
+from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
@@ -150,6 +151,8 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
         state = resuming.newest(tracker, world, recipe)
     if state is not None and claim.shorter is not None:
         recipe = resuming.lengthened(recipe, claim.shorter, state, steps)
+    if recipe.shares == "auto":
+        share = replace(share, numbers=kept_shares(recipe, state, world))
     if state is None:  # a run that goes on has looked
         data = without_damage(data, recipe, world)
     samples = identified(world, data, state)
@@ -166,6 +169,15 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     tracker.resolved(recipe)
     facts = speed_only, claim.shorter is not None, teacher
     return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, *facts)
+
+
+def kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple[float, ...]:
+    """What an earlier part of the run measured on devices of the same names; empty where there is nothing."""
+    kept = state.facts.get("shares", {}) if state is not None else {}
+    if not kept.get("numbers") or kept["devices"] != [*world.devices]:
+        return ()
+    every = units(recipe)
+    return tuple(bounded(every, kept["numbers"], 1, [every] * world.size))
 
 
 def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
@@ -202,15 +214,16 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe = resolved.recipe
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = model_facts(model, resolved)
-    example = data.example(most_rows(recipe, resolved.share.count))
+    share = resolved.share
+    example = data.example(rows_of(recipe, share.count, numbers=share.numbers)[share.index])
     if (teacher := resolved.teacher) is not None:
         task, example = teacher, replace(example, targets=teacher.targets)
-    context = Context(recipe, world, task, example, len(data.train), tuned=tuned, say=say, recomputed=recomputed)
+    context = Context(recipe, world, task, example, len(data.train), share, tuned=tuned, say=say, recomputed=recomputed)
     strategy, updater = wire(context, model)
     # Ranks of this machine that read images: of a pipeline's, one or two a replica.
-    reading = int(world.sum_(torch.tensor(float(resolved.share.inputs))).item())
+    reading = int(world.sum_(torch.tensor(float(share.inputs))).item())
     readers = max(1, world.place.local_size * reading // world.size)
-    loader = Loader(data, recipe, resolved.task, resolved.share, world.device, readers)
+    loader = Loader(data, recipe, resolved.task, share, world.device, readers)
     state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)

@@ -381,6 +381,11 @@ class Steps:
         self.recorder.close()
         self.recorder = None
 
+    def forget(self) -> None:
+        """Micro-batches have other shapes from here on: what was recorded is recorded anew."""
+        if self.recorder is not None:
+            self._forget()
+
     def _forget(self) -> None:
         self.recording = self._evidence = None
         self._tries = 0

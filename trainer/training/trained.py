@@ -39,7 +39,7 @@ TRAINING = {  # read by nothing else
     "resume", "epochs", "max_steps", "accumulate", "optimizer", "schedule", "distill", "recompute", "ema", "stop",
     "save",
 }  # fmt: skip
-ANYWHERE = {"devices": "auto", "mode": "ddp"}  # its devices were those of the training: take what is here
+ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}  # its devices were those of training
 
 
 class WeightFacts(BaseModel):

@@ -14,6 +14,7 @@ import torchvision.io
 from tests.command_line import trainer
 from trainer.commands import doctor
 from trainer.commands.doctor import software
+from trainer.commands.doctor.device_checks import how_alike
 from trainer.commands.doctor.findings import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
@@ -112,11 +113,13 @@ def test_cards_that_fail_and_those_that_do_not(quick, monkeypatch):
     monkeypatch.setattr(cards, "detect", lambda: cards.Cards(2))
     monkeypatch.setattr(health, "check_card", lambda device, count: None)
     monkeypatch.setattr(health, "copies", lambda source, target, pattern: True)
+    monkeypatch.setattr(health, "speed", lambda device: 7000.0 - device.index)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     found = doctor.examine()
     shown, a100 = rows(found), "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, computes correctly"
     assert shown["cards", "cuda:0"] == shown["cards", "cuda:1"] == a100
     assert shown["cards", "copies"] == "right in all 2 ways" and found.problems == []
+    assert shown["cards", "speed"].startswith("all as fast")
     assert shown["between processes", "NCCL, 2 cards"] == "nccl of 2 works"
 
     monkeypatch.setattr(health, "copies", lambda source, target, pattern: source.index == 0)
@@ -140,3 +143,20 @@ def test_processes_that_cannot_talk():
     done = trainer("doctor", env={"GLOO_SOCKET_IFNAME": "eth77"})
     assert done.returncode == 3 and "FAILS, see below" in done.stdout
     assert re.search(r"gloo .*\b2 processes .*GLOO_SOCKET_IFNAME=eth77 ", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "says"),
+    [
+        ([100.0, 98.0], "all as fast"),
+        ([100.0, 60.0], "cuda:1 is 0.6 times as fast as cuda:0"),
+        ([60.0, 100.0, 100.0], "cuda:0 is 0.6 times as fast as cuda:1"),
+        ([100.0, 0.0], "not measured"),
+    ],
+)
+def test_unlike_cards_are_told_what_unequal_shares_gain(speeds, says):
+    """Equal parts take as long as the slowest card; in proportion, all compute at all times."""
+    line = how_alike([f"cuda:{n}" for n in range(len(speeds))], speeds)
+    assert line.startswith(says)
+    if "shares=auto" in line:
+        assert f"{sum(speeds) / (len(speeds) * min(speeds)):.2f} times" in line

@@ -53,7 +53,7 @@ KEYS = {
     "pipeline communication disk prediction predicted_samples_per_sec commands needs_folder assumptions modes",
     "model": "name parameters forward_flops_per_image precision",
     "data": "name train_samples val_samples classes channels image_size source",
-    "batch": "global shards per_shard per_device accumulate per_pass microbatch",
+    "batch": "global shards per_shard shares per_device accumulate per_pass microbatch",
     "steps": "per_epoch epochs total",
     "memory_limit": "bytes usable source",
     "pipeline": "schedule microbatches rows cuts balanced_by stages bubble_ideal",

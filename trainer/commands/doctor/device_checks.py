@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 
 from trainer.commands.doctor.findings import Findings
@@ -9,6 +10,7 @@ from trainer.devices import cards, health
 
 CARDS = "cards"
 GIB = 2**30
+ALIKE = 0.85  # times as fast as the fastest card that others may be, without a word of it
 
 
 def check_cards(report: Findings) -> int:
@@ -35,4 +37,18 @@ def check_cards(report: Findings) -> int:
         report.trying("copies between cards", health.check_copies, ways)
         right = len(report.problems) == before
         report.row(CARDS, "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
+        speeds = [report.trying(f"speed of {device}", health.speed, device) or 0.0 for device in devices]
+        report.row(CARDS, "speed", how_alike(list(map(str, devices)), speeds))
     return here.count
+
+
+def how_alike(names: Sequence[str], speeds: Sequence[float]) -> str:
+    """Whether the cards are as fast, and what ranks of unlike ones gain by unequal parts of a batch."""
+    slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
+    if speeds[slow] >= ALIKE * speeds[fast] or not speeds[slow]:
+        return "all as fast, in matrix products" if speeds[slow] else "not measured"
+    gain = sum(speeds) / len(speeds) / speeds[slow]
+    return (
+        f"{names[slow]} is {speeds[slow] / speeds[fast]:.2g} times as fast as {names[fast]}, in matrix products: "
+        f"shares=auto gives up to {gain:.2f} times the images/s of equal parts"
+    )

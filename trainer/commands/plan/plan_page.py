@@ -72,14 +72,18 @@ def _data(data: Plan, steps: Plan) -> str:
 
 def _batch(batch: Plan) -> str:
     line = f"{batch['global']} global"
-    if batch["shards"] > 1:
+    if batch["shares"]:
+        line += f" = {' + '.join(map(str, batch['shares']))}"
+    elif batch["shards"] > 1:
         line += f" = {batch['shards']} x {batch['per_shard']}"
         line += " at most" * (batch["shards"] * batch["per_shard"] > batch["global"])
     if batch["accumulate"] > 1:
-        line += f", in {batch['accumulate']} pieces of {batch['per_pass']}"
+        line += f", in {batch['accumulate']} pieces of {batch['per_pass']}" + " at most" * bool(batch["shares"])
     if batch["microbatch"] not in (None, batch["per_pass"]):
         line += f", in micro-batches of {batch['microbatch']}"
-    return line + (f"; {batch['per_device']:.4g} images a device" if batch["microbatch"] is None else "")
+    if batch["shares"] or batch["microbatch"] is not None:
+        return line
+    return f"{line}; {batch['per_device']:.4g} images a device"
 
 
 def _traffic(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from trainer.errors import RecipeError
 from trainer.launch.topology import choose_launch
 from trainer.processes import resources
 from trainer.recipe import TRAITS, Recipe, checks
+from trainer.recipe.shares import given, rows_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Layout:
     def rows(self) -> int:
         """Images of one forward and backward pass of a shard: a pipeline cuts these into micro-batches."""
         return checks.most_rows(self.recipe, self.data_shares)
+
+    @property
+    def shares(self) -> list[int] | None:
+        """The same of each rank, where the recipe gives them unequal parts."""
+        return rows_of(self.recipe, self.processes) if given(self.recipe) else None
 
     @property
     def kind(self) -> str:
@@ -102,7 +108,8 @@ def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = Fals
             layouts[mode] = RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
             continue
         try:
-            chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names)
+            shares = None if "shares" in traits.refuses else recipe.shares
+            chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names, shares=shares)
             layouts[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)
         except RecipeError as error:
             layouts[mode] = error

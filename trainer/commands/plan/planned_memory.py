@@ -61,24 +61,26 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
         return _of_stages(fake, layout, cut or schedules.cut(fake, layout))
     if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(fake, layout)
-    device = _of_shards(fake, layout) if layout.recipe.traits.exchanges == "shards" else _of_whole(fake, layout)
-    device = replace(device, teacher=fake.teacher, peak=device.peak + fake.teacher)
-    return [replace(device, device=name) for name in layout.devices]
+    sharded = layout.recipe.traits.exchanges == "shards"
+    every = layout.shares or [layout.rows] * len(layout.devices)
+    held = {rows: (_of_shards if sharded else _of_whole)(fake, layout, rows) for rows in {*every}}
+    with_teacher = {n: replace(d, teacher=fake.teacher, peak=d.peak + fake.teacher) for n, d in held.items()}
+    return [replace(with_teacher[rows], device=name) for name, rows in zip(layout.devices, every, strict=True)]
 
 
-def _of_whole(fake: FakeModel, layout: Layout) -> Device:
+def _of_whole(fake: FakeModel, layout: Layout, rows: int) -> Device:
     resident, recipe = fake.resident(fake.model), layout.recipe
     resident = resident._replace(optimizer=resident.optimizer + _outer(resident, layout))
-    images = sum(fake.batch_bytes(layout.rows))
+    images = sum(fake.batch_bytes(rows))
     several, exchanges = layout.processes > 1, recipe.traits.exchanges
     stays = recipe.pieces > 1 or (exchanges == "gradients" and several)  # gradients, from step to step
-    activations = fake.whole(layout.rows, gradients=True).peak
+    activations = fake.whole(rows, gradients=True).peak
     if several and recipe.ddp.compress:  # all gradients in bf16 may be under way at once
         activations = max(activations, resident.gradients // 2)
     if stays:
         working = resident.gradients + activations
     else:
-        working = max(resident.gradients, fake.whole(layout.rows, gradients=False).peak)
+        working = max(resident.gradients, fake.whole(rows, gradients=False).peak)
     peak = sum(resident) - resident.gradients + images + working
     if exchanges == "weights" and several:
         averaging = AVERAGING * min(BUCKET, resident.parameters // 4)
@@ -92,13 +94,13 @@ def _outer(resident: Resident, layout: Layout) -> int:
     return layout.recipe.local_sgd.outer_copies * resident.gradients if steps else 0
 
 
-def _of_shards(fake: FakeModel, layout: Layout) -> Device:
+def _of_shards(fake: FakeModel, layout: Layout, rows: int) -> Device:
     """A shard of everything, and what of the whole a pass gathers at most: with what is in no unit, two units and the
     gradients of one; all weights where they stay, or are hardly more. Within 10 % of what ranks hold."""
     parts, recipe = weight_shards(layout.recipe, layout.processes), layout.recipe
     if parts == 1:
-        return _of_whole(fake, layout)
-    whole, images = fake.resident(fake.model), sum(fake.batch_bytes(layout.rows))
+        return _of_whole(fake, layout, rows)
+    whole, images = fake.resident(fake.model), sum(fake.batch_bytes(rows))
     resident = Resident(*(-(-size // parts) for size in whole))._replace(buffers=whole.buffers)
     offload = _is_offloaded(layout)
     if offload:
@@ -107,7 +109,7 @@ def _of_shards(fake: FakeModel, layout: Layout) -> Device:
     rest, *units = unit_sizes(fake.model, units_of(fake.model))
     gathered = min(whole.parameters, rest + 3 * max(units)) if recipe.fsdp.reshard and units else whole.parameters
     # Shards of gradients come as activations go.
-    passing = max(fake.whole(layout.rows, gradients=True).peak, 0 if stays else resident.gradients)
+    passing = max(fake.whole(rows, gradients=True).peak, 0 if stays else resident.gradients)
     peak = sum(resident) - resident.gradients * (not stays) + images + gathered + passing
     activations = max(0, peak - sum(resident) - images)
     return Device("", *resident, images=images, activations=activations, peak=peak)
@@ -132,7 +134,7 @@ def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        device = _of_whole(fake, layout)
+        device = _of_whole(fake, layout, layout.rows)
         return [replace(device, device="cpu", teacher=fake.teacher, peak=device.peak + fake.teacher)]
     resident, devices, all_rows = fake.resident(fake.model), [], layout.rows
     for name, rows in zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False):

@@ -87,6 +87,7 @@ def summarise(
             "global": recipe.batch_size,
             "shards": layout.data_shares,
             "per_shard": most_rows(recipe, layout.data_shares, 1),
+            "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
             "per_device": recipe.batch_size / len(layout.devices),
             "accumulate": recipe.pieces,
             "per_pass": layout.rows,
@@ -176,6 +177,8 @@ def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, auto: bo
         notes.append("recorded steps keep a batch's images twice; where that does not fit, steps are launched")
     if fake.teacher:
         notes.append("the teacher's pass takes time, and memory beside its weights, that are not counted")
+    if recipe.shares == "auto" and layout.processes > 1:
+        notes.append("shares=auto measures ranks as they train, and gives fast ones more images than these")
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:

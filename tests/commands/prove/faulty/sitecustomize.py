@@ -105,10 +105,10 @@ def repeated_step(resuming):
 def counted_twice(sampling):
     """The first image of every later span is the last of the one before, which another is missed for."""
 
-    def spans(function, samples, rows, index, count):
+    def spans(function, samples, rows, index):
         return [
-            (start - 1, stop - 1) if start and stop - start == rows else (start, stop)
-            for start, stop in function(samples, rows, index, count)
+            (start - 1, stop - 1) if start and stop - start == rows[index] else (start, stop)
+            for start, stop in function(samples, rows, index)
         ]
 
     wrapped(sampling, "evaluation_spans", spans)

@@ -1,0 +1,309 @@
+"""Unequal shares of every batch, through the command line: the maths of `single`, and of a plain loop of workers."""
+
+import copy
+import re
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from tests.command_line import QUIET, losses, ok, result, suggested, trainer
+from tests.modes.test_parity import FP32, SHALLOW, SMALL, TWICE, distances, norms, tensors
+from trainer.data import DataShare, Loader, open_datasets, sampling, steps_per_epoch
+from trainer.errors import RecipeError
+from trainer.recipe import TRAITS, load
+from trainer.recipe.checks import check_processes
+from trainer.recipe.shares import bounded, portions, rows_of
+from trainer.training.initial_model import model_of
+from trainer.training.randomness import seed_everything
+from trainer.training.setup import task_of
+from trainer.training.sharing import most_held
+
+ALL = ["accumulate=2", "augment.mixup=0.2", "augment.cutmix=1.0", "clip_grad_norm=0.5", "loss.label_smoothing=0.1"]
+GENTLE = "optimizer.lr=0.001"  # at 0.01 equal shares too are 3e-5 from `single` after fourteen such steps
+NORMALISED = ["model.name=cnn", "sync_bn=true"]
+WAYS = {
+    "ddp": ["mode=ddp", "nproc=2", "shares=[3,1]"],
+    "fsdp": ["mode=fsdp", "nproc=3", "shares=[5,2,1]"],
+    "ddp, all options": ["mode=ddp", "nproc=3", "shares=[1,5,2]", *ALL],
+    "fsdp, all options": ["mode=fsdp", "nproc=2", "shares=[0.2,1]", *ALL],
+    "ddp, sync_bn": ["mode=ddp", "nproc=2", "shares=[7,1]", "accumulate=2", *NORMALISED, "seed=2"],
+    "fsdp, sync_bn": ["mode=fsdp", "nproc=2", "shares=[7,1]", *NORMALISED],
+}
+# Of seeds 0 and 1 a rounding turns a ReLU about in one step, with equal shares as with these.
+SLOW = [way for way in WAYS if way not in ("ddp", "fsdp")]
+
+
+def apart_from(run, reference):
+    """The largest relative distance of a tensor of two runs."""
+    both = [
+        {kind: {name: each.double() for name, each in named.items()} for kind, named in tensors(folder).items()}
+        for folder in (run, reference)
+    ]
+    return max(distances(*both).values())
+
+
+def of_single(words):
+    """The words of the same run on one device."""
+    return [*(word for word in words if word.partition("=")[0] not in ("mode", "nproc", "shares")), "mode=single"]
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
+def test_unequal_shares_train_as_single_does(way, tmp_path):
+    words = [*SMALL, *TWICE, *WAYS[way]]
+    words += SHALLOW if way not in SLOW else [GENTLE] + ["model.name=cnn_gn"] * ("sync_bn" not in way)
+    ok(*of_single([word for word in words if word != "sync_bn=true"]), f"output={tmp_path / 'single'}")
+    ok(*words, f"output={tmp_path / 'run'}")
+    reference, run = tmp_path / "single", tmp_path / "run"
+    assert len(losses(reference)) == 20 and losses(run) == pytest.approx(losses(reference), rel=FP32)
+    assert norms(run) == pytest.approx(norms(reference), rel=FP32)
+    assert apart_from(run, reference) < FP32
+    for figure in ("val_loss", "val_top1"):
+        assert result(run)[figure] == pytest.approx(result(reference)[figure], rel=FP32)
+    recipe = load(None, *(word for word in words if "=" in word and not word.startswith(("recipe", "nproc"))))
+    shares = [recipe.accumulate * rows for rows in rows_of(recipe, len(recipe.shares))]
+    assert result(run)["shares"] == shares and sum(shares) == 64 and len({*shares}) > 1
+
+
+LOCAL = ["data.name=synthetic", "data.image_size=8", "data.val_samples=30", "data.samples=197", "batch_size=32"]
+LOCAL += ["model.name=cnn_gn", "schedule.name=constant", "optimizer.lr=0.05", "epochs=2", "augment.crop=none"]
+LOCAL += ["local_sgd.every=3", "local_sgd.outer_momentum=0", "mode=local_sgd"]
+
+
+def plain_loop(recipe, rows):
+    """Workers one after the other, by hand: their losses of each step, averaged by images, and the last weights.
+
+    A part of an epoch does not divide into steps of one size: a worker's images weigh alike in all of them.
+    """
+    seed_everything(recipe.seed, False, False)
+    data = open_datasets(recipe)
+    whole = recipe.replace(mode="single", batch_size=len(data.train), shares=None)
+    task = task_of(recipe, data)
+    models = [model_of(recipe, task, data, starting=True)]
+    models += [copy.deepcopy(models[0]) for _ in rows[1:]]
+    made = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    loader, samples = Loader(data, whole, task, DataShare(), torch.device("cpu")), len(data.train)
+    steps, found, done = -(-samples // recipe.batch_size), [], 0
+    sizes = [(2 * samples * part + sum(rows)) // (2 * sum(rows)) for part in rows]  # to the nearest
+    assert sum(sizes) == samples
+
+    def average():
+        with torch.no_grad():
+            for weights in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(size * weight for size, weight in zip(sizes, weights, strict=True)) / samples
+                for weight in weights:
+                    weight.copy_(mean)
+
+    for epoch in range(recipe.epochs):
+        [batch] = loader.training(epoch)
+        parts = [
+            [*zip(inputs.tensor_split(steps), targets.tensor_split(steps), strict=True)]
+            for inputs, targets in zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)
+        ]
+        for step in range(steps):
+            total = 0.0
+            for model, optimizer, part, each in zip(models, made, parts, rows, strict=True):
+                inputs, targets = part[step]
+                loss = nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+                optimizer.zero_grad()
+                (loss / (samples / steps * each / sum(rows))).backward()
+                optimizer.step()
+                total += loss.item()
+            found.append(total * steps / samples)
+            done += 1
+            if done % 3 == 0:
+                average()
+        average()
+    return found, models[0].state_dict()
+
+
+@pytest.mark.parametrize("shares", [[3, 1], [1, 5, 2]])
+def test_workers_of_local_sgd_with_unequal_shares_are_those_of_a_plain_loop(shares, tmp_path):
+    recipe = load(None, *LOCAL, f"shares={shares}")
+    ok(*LOCAL, f"shares={shares}", f"nproc={len(shares)}", *QUIET, f"output={tmp_path / 'run'}")
+    expected, weights = plain_loop(recipe, rows_of(recipe, len(shares)))
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=FP32)
+    apart = distances({"model": tensors(tmp_path / "run")["model"]}, {"model": weights})
+    assert apart["model"] < FP32
+
+
+@pytest.mark.slow
+def test_a_run_continues_under_other_shares_as_single(tmp_path):
+    words = [*SMALL, *SHALLOW, *TWICE, "save.every_steps=3"]
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}")
+    run, again = tmp_path / "run", ["resume=auto"]
+    for n, way in enumerate([["mode=ddp", "nproc=2", "shares=[3,1]"], ["mode=fsdp", "nproc=3", "shares=[1,2,5]"]]):
+        killed = trainer(*words, *way, *again * (n > 0), f"output={run}", env={"TRAINER_FAULT": f"kill@1:{5 + 9 * n}"})
+        assert killed.returncode, killed.stdout
+    ok(*words, "mode=ddp", "nproc=2", "shares=[1,7]", *again, f"output={run}")
+    assert losses(run) == pytest.approx(losses(tmp_path / "single"), rel=FP32)
+    assert apart_from(run, tmp_path / "single") < FP32
+
+
+# ------------------------------------------------------------------------------------------------------ measured
+
+UNLIKE = """
+    import os, time, torch
+    from torch import nn
+    from trainer import register_model
+    from trainer.telemetry import share_watch
+
+    share_watch.WINDOW = 0.2
+    RANK = int(os.environ.get("RANK", "0"))
+    EACH = [float(each) for each in os.environ["FAULTY_EACH"].split(",")]  # seconds that an image takes, by rank
+    AFTER, LATER = map(float, os.environ.get("FAULTY_LATER", "1e9,0").split(","))  # passes, and then of rank 1
+    passes = 0
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, seconds):
+            context.seconds = seconds * len(x)
+            time.sleep(context.seconds / 3)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            time.sleep(2 * context.seconds / 3)
+            return gradient, None
+
+    class Unlike(nn.Linear):
+        def forward(self, x):
+            global passes
+            x = super().forward(x)
+            if self.training and x.device.type != "meta" and sum(EACH):
+                passes += 1
+                x = Sleep.apply(x, LATER if RANK == 1 and passes > AFTER else EACH[RANK])
+            return x
+
+    @register_model("unlike")
+    def unlike(num_classes, channels, image_size):
+        inputs = channels * image_size ** 2
+        return nn.Sequential(nn.Flatten(), Unlike(inputs, 32), nn.ReLU(), nn.Linear(32, num_classes))
+"""
+MEASURED = [*SMALL, "plugin=unlike", "model.name=unlike", "optimizer.lr=0.01", "data.samples=640"]
+
+
+@pytest.fixture
+def unlike(tmp_path):
+    """Trains with a model of which an image takes these seconds on each rank."""
+    (tmp_path / "unlike.py").write_text(textwrap.dedent(UNLIKE))
+
+    def train(name, each, *words, start=ok, **faults):
+        env = {"FAULTY_EACH": each, **faults}
+        start(*MEASURED, *words, f"output={tmp_path / name}", cwd=tmp_path, env=env)
+        return tmp_path / name
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_measured_shares_follow_speed_and_the_maths_stay(mode, unlike):
+    """The second of two ranks takes three times as long for an image: 48 and 16 of 64 would take the same."""
+    run = unlike("run", "0.001,0.003", f"mode={mode}", "nproc=2", "shares=auto", "epochs=4")
+    reference = unlike("single", "0", "mode=single", "epochs=4")
+    fast, slow = result(run)["shares"]
+    assert fast + slow == 64 and 40 <= fast <= 56
+    assert losses(run) == pytest.approx(losses(reference), rel=FP32)
+    assert norms(run) == pytest.approx(norms(reference), rel=FP32)
+    assert apart_from(run, reference) < FP32
+    for figure in ("val_loss", "val_top1"):
+        assert result(run)[figure] == pytest.approx(result(reference)[figure], rel=FP32)
+
+
+@pytest.mark.slow
+def test_measured_shares_are_kept_for_a_resumed_run(unlike):
+    """Killed in the fourth epoch, with too few steps left to measure anew: what it goes on with was saved."""
+    words = ["mode=ddp", "nproc=2", "shares=auto", "epochs=4", "save.every_steps=5"]
+    run = unlike("run", "0.001,0.003", *words, start=trainer, TRAINER_FAULT="kill@1:38")
+    before = losses(run)
+    again = unlike("run", "0.001,0.003", *words, "resume=auto")
+    assert again == run and 30 <= len(before) < 40
+    assert 40 <= result(run)["shares"][0] <= 56
+    assert losses(run) == pytest.approx(losses(unlike("single", "0", "mode=single", "epochs=4")), rel=FP32)
+
+
+@pytest.mark.slow
+def test_workers_of_local_sgd_get_measured_shares_at_an_epochs_start(unlike):
+    run = unlike("run", "0.001,0.003", "mode=local_sgd", "nproc=2", "shares=auto", "epochs=4")
+    fast, slow = result(run)["shares"]
+    assert fast + slow == 64 and 40 <= fast <= 56 and len(losses(run)) == 40
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_throttled_gets_less_from_the_next_epoch_on(unlike):
+    """Both are alike at first; from the 40th pass on the second one takes three times as long."""
+    run = unlike("run", "0.001,0.001", "mode=ddp", "nproc=2", "shares=auto", "epochs=9", FAULTY_LATER="40,0.003")
+    fast, slow = result(run)["shares"]
+    assert fast + slow == 64 and 40 <= fast <= 56
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("mode", TRAITS)
+def test_numbers_are_refused_where_measured_ones_are(mode):
+    recipe, reason = load(None, f"mode={mode}", "shares=[3,1]"), TRAITS[mode].refuses.get("shares")
+    if reason is None:
+        return check_processes(recipe, 2)
+    with pytest.raises(RecipeError, match=re.escape(reason)):
+        check_processes(recipe, 1 if TRAITS[mode].processes == "one" else 2)
+
+
+BAD = ["[0,1]", "[-1,1]", "[.nan,1]", "[.inf,1]", "[1e300,1]", "[3]", "[]", "3", "fast", "[true,1]", "[a,b]", "[[3],1]"]
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("typed", [True, False])
+def test_what_are_no_shares_is_refused_with_an_example(value, typed, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"shares: {value}\n")
+    with pytest.raises(RecipeError, match=r"shares=.* must be auto, or a number .* as in \[3, 1\]"):
+        load(None, f"shares={value}") if typed else load(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["shares=[3,1]"], 1),
+        (["shares=[3,1]"], 3),
+        (["shares=[3,1,1]"], 2),
+        (["shares=[1000,1]"], 2),
+        (["shares=[40,1]", "batch_size=12", "accumulate=2", "augment.mixup=0.2"], 2),
+        (["shares=[1000000,0.000001]"], 2),
+        (["shares=auto", "sync_bn=true"], 2),
+    ],
+)
+def test_shares_that_cannot_be_are_refused_with_words_that_work(words, processes):
+    with pytest.raises(RecipeError) as caught:
+        check_processes(load(None, *words), processes)
+    advice = suggested(str(caught.value).replace(" or ", " or type "))
+    assert advice, caught.value
+    for word in advice:
+        key, _, value = word.partition("=")
+        kept = [each for each in words if not each.startswith(f"{key}=")]
+        kept = kept if key == "nproc" else [*kept, word]
+        check_processes(load(None, *kept), int(value) if key == "nproc" else processes)
+
+
+def test_portions_add_up_and_keep_within_bounds():
+    assert portions(10, [1, 1, 1]) == [4, 3, 3] and portions(7, [0.3, 0.1]) == [5, 2]
+    assert bounded(64, [9, 1], 1, [40, 64]) == [40, 24]
+    assert bounded(8, [100, 1, 1], 1, [8, 8, 8]) == [6, 1, 1]
+    assert bounded(10, [6, 3.9, 0.1], 1, [5, 10, 10]) == [5, 4, 1]
+
+
+def test_a_device_gets_no_more_than_it_holds():
+    """Of 1,000 bytes 900 are used: 100 stay, and 10 images took 200 beyond these."""
+    assert most_held(1000, 1, 100, 300, 10) == 40
+    assert most_held(1000, 2, 100, 300, 10) == 17, "two ranks on one card"
+    assert most_held(1000, 1, 800, 900, 10) == 10, "never less than it has now"
+
+
+def test_a_worker_that_gets_no_image_in_a_step_is_refused():
+    """65 images of two steps: of the second rank's two images one a step is left, and of one none."""
+    recipe = load(None, "mode=local_sgd", "batch_size=64", "shares=[63,1]")
+    with pytest.raises(RecipeError, match="leave micro-batches empty"):
+        steps_per_epoch(65, recipe, DataShare(0, 2, every_sample=True, numbers=(63, 1)))
+    assert steps_per_epoch(128, recipe, DataShare(0, 2, every_sample=True, numbers=(63, 1))) == 2
+    assert sampling.contiguous_span(128, 1, 2, [63, 1]) == (126, 128)

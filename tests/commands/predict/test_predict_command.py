@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from tests import warm
 from tests.command_line import QUIET, environment, ok, result, trainer
 from tests.data.photo_folders import coloured, photo
 from tests.pages import GUIDE
+from trainer.commands.predict import predict_command
 from trainer.commands.predict.labelling import Labels
 from trainer.commands.predict.predict_command import COLUMNS, Rows, _decoders
 from trainer.commands.predict.sources import Item
+from trainer.errors import TrainerError
 from trainer.pool import ItemError
 from trainer.processes.resources import cores
 
@@ -151,15 +154,33 @@ def test_nothing_to_label_and_a_folder_that_is_read_are_refused(digits, photos, 
     assert not [*tmp_path.iterdir()] and not (photos / ".lock").exists()
 
 
+def test_rows_have_their_name_once_all_else_is_written(tmp_path, monkeypatch):
+    """A disk that fills up just behind the last row leaves nothing in the way of the same words."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch, pytest.raises(TrainerError, match="full"):
+        patch.setattr(predict_command, "write_atomically", full)
+        with Rows(tmp_path, "csv", ("a", "b"), True) as rows:
+            rows.finish(1.0)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "predict.json").touch()  # of one that was killed here
+    predict_command._claim(tmp_path)
+    with Rows(tmp_path, "csv", ("a", "b"), True) as rows:
+        rows.finish(1.0)
+    assert (tmp_path / "predictions.csv").stat().st_size and json.loads((tmp_path / "predict.json").read_text())
+
+
 def test_a_row_is_what_the_guide_tells(tmp_path):
     (tmp_path / "predictions.part").mkdir()  # what has the name keeps what it holds
     with Rows(tmp_path, "jsonl", ("a", "b"), True) as rows:
         rows.write(Item("0.png", None, 1), Labels((1, 0), (0.75, 0.25)))
         rows.write(Item("1.png", None, None), Labels((), (), "odd"))
         rows.write(Item("2.png", None, None), ItemError(2, "died"))
-        rows.finish()
+        rows.finish(1.0)
     found = list(map(json.loads, rows.final.read_text().splitlines()))
-    assert len([*tmp_path.iterdir()]) == 2 and [tuple(row) for row in found] == [COLUMNS] * 3
+    assert len([*tmp_path.iterdir()]) == 3 and [tuple(row) for row in found] == [COLUMNS] * 3
     assert found[0]["top5"] == [["b", 0.75], ["a", 0.25]] and rows.first[0] == ("0.png", "b 75%  a 25%")
     assert [row["error"] for row in found] == [None, "odd", "gave up: died"]
     assert rows.counts == {"images": 3, "unreadable": 1, "failed": 1, "labelled": 1, "right": 1}

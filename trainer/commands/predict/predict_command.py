@@ -104,8 +104,9 @@ def label(trained: LabelModel, folder: Path) -> None:
             for labels in pool.map(payloads()):
                 rows.write(waiting.popleft(), labels)
                 lines.note(pool)
-        rows.finish()
-    _sum_up(rows, time.perf_counter() - begun)
+        taken = time.perf_counter() - begun
+        rows.finish(taken)
+    _sum_up(rows, taken)
 
 
 def _decoders(devices: Sequence[str]) -> int:
@@ -121,7 +122,7 @@ def _decoders(devices: Sequence[str]) -> int:
 def _claim(folder: Path) -> None:
     """Make the folder, and hold it as long as this process lives. Raises FolderInUseError, SetupError."""
     locks.hold(folder, "command")
-    used = ("recipe.yaml", "result.json", "predict.json", "predictions.csv", "predictions.jsonl")
+    used = ("recipe.yaml", "result.json", "predictions.csv", "predictions.jsonl")
     if any(os.path.lexists(folder / name) for name in used):
         raise FolderInUseError(f"{folder} holds a run or predictions already; choose another output=")
     if (folder / PART).is_file():
@@ -192,12 +193,19 @@ class Rows:
             answers = [f"{name} {p:.0%}" if self._probabilities else f"{name} {p:.4g}" for name, p in named]
             self.first.append((row["path"], "  ".join(answers[:MOST]) or row["error"]))
 
-    def finish(self) -> None:
-        """All rows are there."""
+    def finish(self, seconds: float) -> None:
+        """All rows are there, after so many seconds. They get their name last: without it the same is typed again."""
+        result = {**self.counts, "top1": self.accuracy, "seconds": seconds}
         with writing(self.final.parent, AGAIN):
             self._file.close()
             sync(self._part)
+            write_atomically(self.final.with_name("predict.json"), json.dumps(result, indent=2) + "\n")
             put(self._part, self.final)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of images with known classes."""
+        return self.counts["right"] / self.counts["labelled"] if self.counts["labelled"] else None
 
 
 class SpeedLines:
@@ -226,11 +234,8 @@ class SpeedLines:
 
 
 def _sum_up(rows: Rows, seconds: float) -> None:
-    """Print and keep the result. Raises PredictionError where images were given up."""
-    counts = rows.counts
-    accuracy = counts["right"] / counts["labelled"] if counts["labelled"] else None
-    result = {**counts, "top1": accuracy, "seconds": seconds}
-    write_atomically(rows.final.with_name("predict.json"), json.dumps(result, indent=2) + "\n")
+    """Print the result. Raises PredictionError where images were given up."""
+    counts, accuracy = rows.counts, rows.accuracy
     if counts["images"] <= FEW:
         width = max((len(path) for path, _ in rows.first), default=0)
         for path, answer in rows.first:

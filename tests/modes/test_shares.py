@@ -3,6 +3,8 @@
 import copy
 import re
 import textwrap
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,14 +12,17 @@ from torch import nn
 
 from tests.command_line import QUIET, losses, ok, result, suggested, trainer
 from tests.modes.test_parity import FP32, SHALLOW, SMALL, TWICE, distances, norms, tensors
-from trainer.data import DataShare, Loader, open_datasets, sampling, steps_per_epoch
+from trainer.data import DataShare, Example, Loader, TensorSpec, open_datasets, sampling, steps_per_epoch
 from trainer.errors import RecipeError
+from trainer.modes.base import Context, Strategy
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import check_processes
 from trainer.recipe.shares import bounded, portions, rows_of
+from trainer.training import sharing
 from trainer.training.initial_model import model_of
+from trainer.training.parts import Standing
 from trainer.training.randomness import seed_everything
-from trainer.training.setup import task_of
+from trainer.training.setup import kept_shares, task_of
 from trainer.training.sharing import most_held
 
 ALL = ["accumulate=2", "augment.mixup=0.2", "augment.cutmix=1.0", "clip_grad_norm=0.5", "loss.label_smoothing=0.1"]
@@ -237,6 +242,29 @@ def test_a_rank_that_is_throttled_gets_less_from_the_next_epoch_on(unlike):
     run = unlike("run", "0.001,0.001", "mode=ddp", "nproc=2", "shares=auto", "epochs=9", FAULTY_LATER="40,0.003")
     fast, slow = result(run)["shares"]
     assert fast + slow == 64 and 40 <= fast <= 56
+
+
+@pytest.mark.parametrize("shares", ["auto", "[3,1]"])
+def test_numbers_that_were_typed_are_measured_where_auto_goes_on(shares):
+    world, share = SimpleNamespace(devices=["one", "other"], size=2), DataShare(0, 2, numbers=(48, 16))
+    auto = load(None, "mode=ddp", "shares=auto", "batch_size=64")
+    state = SimpleNamespace(strategy=SimpleNamespace(share=share), step_offset=0)
+    resolved = SimpleNamespace(recipe=auto.replace(shares=load(None, f"shares={shares}").shares), steps_per_epoch=9)
+    resolved.world, resolved.tracker = world, SimpleNamespace(say=print)
+    saved = SimpleNamespace(facts=Standing(resolved, state).facts())
+    assert kept_shares(auto, saved, world) == ((48, 16) if shares == "auto" else ())
+
+
+def test_what_is_tried_later_has_the_new_shares_rows():
+    """As the verdict's passes of zeros, for which ranks would wait as they did before."""
+    recipe, share = load(None, "mode=ddp", "shares=auto", "batch_size=64"), DataShare(1, 2)
+    run = MagicMock(recipe=recipe, world=SimpleNamespace(devices=["one", "other"]))
+    example = Example(32, TensorSpec((1, 8, 8), torch.float32))
+    run.strategy = Strategy(
+        Context(recipe, SimpleNamespace(device=torch.device("cpu"), size=2), None, example, 64, share)
+    )
+    run.noticed.shares = SimpleNamespace(first=lambda rows, divide: [48, 16], speeds=[3.0, 1.0])
+    assert sharing.divided(run, begins=True) and run.strategy.context.example.rows == 16
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -1,15 +1,20 @@
 """accumulate=auto: how many pieces are taken, that finding out changes nothing of the run, going on with more."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, result, trainer
+from trainer.data import DataShare
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.recipe.checks import check_processes, piece_counts
+from trainer.recipe.shares import given
 from trainer.saving import checkpoint
+from trainer.training import pieces as choosing
+from trainer.training.state import Resolved
 
 DATA = ["data.name=synthetic", "data.samples=64", "data.val_samples=24", "data.image_size=8", "data.channels=1"]
 WORDS = [*DATA, "batch_size=16", "epochs=2", "optimizer.lr=0.01", "threads=1", *QUIET]
@@ -128,3 +133,52 @@ def test_a_pipeline_has_micro_batches():
 )
 def test_numbers_that_divide_the_batch_and_its_shares(words, count, numbers):
     assert piece_counts(load(None, *words, "accumulate=auto"), count) == numbers
+
+
+def settled(words, monkeypatch, tuned=()):
+    """The run of rank 1 whose card holds 8 images, and those of each pass that is tried."""
+    built, tried = [], []
+    cpu = torch.device("cpu")
+    world = SimpleNamespace(drives=[cpu], size=2, device=torch.device("cuda"), broadcast_object=lambda value: value)
+    share = DataShare(1, 2, numbers=given(load(None, *words)))
+
+    def build(resolved):
+        recipe = resolved.recipe
+        if recipe.recompute == "auto":  # which the whole batch needs, and pieces of it do not
+            recipe = recipe.replace(recompute=recipe.pieces == 1)
+        strategy = SimpleNamespace(tuned=dict(tuned), share=share)
+        tracker = SimpleNamespace(journal=SimpleNamespace(last_end=None))
+        built.append(SimpleNamespace(recipe=recipe, resolved=resolved, strategy=strategy, world=world, tracker=tracker))
+        built[-1].loader = SimpleNamespace(close=lambda: None)
+        return built[-1]
+
+    monkeypatch.setattr(choosing, "possible", lambda resolved: [1, 2, 4])
+    monkeypatch.setattr(choosing, "_load", lambda run, rows, passes: tried.append(rows) or rows / 8)
+    resolved = Resolved(load(None, *words), None, None, world, share, 1, None, None, {}, False, False)
+    return choosing.fewest(build, resolved), tried
+
+
+def test_blocks_are_computed_anew_as_in_the_passes_that_fitted(monkeypatch):
+    words = ["mode=ddp", "batch_size=32", "accumulate=auto", "recompute=auto"]
+    run, tried = settled(words, monkeypatch)
+    assert tried == [4, 8] and run.recipe.accumulate == 2 and run.recipe.recompute is True
+
+
+def test_a_number_is_kept_for_the_same_activations_and_shares(monkeypatch):
+    words = ["mode=ddp", "batch_size=32", "accumulate=auto"]
+    run, _ = settled([*words, "recompute=true"], monkeypatch)
+    assert settled([*words, "recompute=true"], monkeypatch, run.strategy.tuned)[1] == []
+    for other in (["recompute=false"], ["recompute=true", "shares=[1,3]"]):
+        assert settled([*words, *other], monkeypatch, run.strategy.tuned)[1] != []
+
+
+def test_each_rank_tries_its_own_share(monkeypatch):
+    run, tried = settled(["mode=ddp", "batch_size=32", "accumulate=auto", "shares=[3,1]"], monkeypatch)
+    assert tried == [2, 4, 8] and run.recipe.pieces == 1
+
+
+@pytest.mark.slow
+def test_a_card_too_small_for_one_image_is_not_told_to_find_their_number(tmp_path):
+    env = {"TRAINER_TEST_CARDS": "1", "TRAINER_TEST_MEMORY": str(6 << 20)}
+    done = trainer(*(word for word in CARDS if word != "data.image_size=8"), "accumulate=auto", "mode=single", env=env)
+    assert done.returncode == 6 and "weights, gradients" in done.stderr and "accumulate=" not in done.stderr

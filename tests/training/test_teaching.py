@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,11 +28,12 @@ from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.planned_memory import footprint
-from trainer.data import Batch, open_datasets
+from trainer.data import Batch, TensorSpec, open_datasets
 from trainer.errors import RecipeError
 from trainer.models.zoo import builders
-from trainer.recipe import load
-from trainer.training.teaching import Teacher
+from trainer.recipe import Recipe, load
+from trainer.training.teaching import Teacher, trained_teacher
+from trainer.training.trained import Trained
 
 TAUGHT = ["data.mean=[0.3]", "data.std=[0.4]", "augment.hflip=0.5", "augment.mixup=0.4", "loss.label_smoothing=0.1"]
 TAUGHT += ["data.samples=640", "epochs=2", *SHALLOW]  # 20 steps; pixels are normalised otherwise than the teacher's
@@ -281,6 +285,20 @@ def test_published_weights_teach(teacher, tmp_path, monkeypatch):
     taught = mine.teach(batch).targets
     torch.testing.assert_close(taught[:, 1:], wanted, rtol=1e-4, atol=1e-4)
     assert taught[:, 0].tolist() == [3, 999]
+
+
+def test_a_published_teacher_reads_the_images_of_the_run():
+    """Higher than wide too; and one of other images says which."""
+    spec = TensorSpec((3, 48, 32), torch.float32)
+    recipe = load(None, "distill.teacher=resnet18")
+    assert trained_teacher(recipe, spec, 1000, starting=False).facts.spec == spec
+    data = open_datasets(load(None, "data.name=synthetic", "data.image_size=32"))
+    mine = SimpleNamespace(recipe=recipe, _task=tasks.create(recipe, data.classes), _outputs=10)
+    own = Recipe().replace(data={"name": "synthetic"})
+    told = {key: json.dumps(value) for key, value in {"channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}.items()}
+    theirs = Trained(Path(), {}, told | {"image_size": "[48,32]"}, own, own)
+    with pytest.raises(RecipeError, match=r"type data.image_size=\[48,32\] data.channels=3"):
+        Teacher._check(mine, theirs, data.classes, data)
 
 
 def test_a_plan_counts_it_where_it_is(teacher):

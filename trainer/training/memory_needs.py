@@ -50,9 +50,9 @@ def needs(resolved: Resolved, state: TrainState) -> str:
     resident = size_of(*(tensor for tensor in tensors if tensor.device.type == world.device.type))
     count = state.strategy.share.count
     pieces = range(recipe.pieces + 1, recipe.batch_size // count + 1)
-    more = next((n for n in pieces if divides(recipe, count, n)), None)
+    more = next((n for n in pieces if divides(recipe, count, n) and recipe.accumulate != "auto"), None)  # tried by it
     words = [f"accumulate={more} or more, which computes the same batch in smaller pieces"] * (more is not None)
-    if more is not None and "accumulate=auto" not in recipe.traits.refuses:
+    if more is not None and KEPT not in state.strategy.tuned and "accumulate=auto" not in recipe.traits.refuses:
         words += ["accumulate=auto, which finds their number"]
     if recipe.recompute is not True and recipe.graphs is not True:
         able = staged or bool(not recipe.compile and runs_of(state.strategy.module))

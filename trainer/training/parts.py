@@ -133,6 +133,7 @@ class Standing(Part):
 
     def facts(self) -> dict[str, Any]:
         shares = {"numbers": self.state.strategy.share.numbers, "devices": self.world.devices}
+        shares["measured"] = self.recipe.shares == "auto"
         return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset, "shares": shares}
 
     def restore(self, saved: State) -> None:

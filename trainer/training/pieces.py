@@ -17,7 +17,7 @@ from trainer.errors import DeviceMemoryError, is_out_of_memory
 from trainer.models.host_state import of_library
 from trainer.models.memory import room_in
 from trainer.models.undisturbed import undisturbed
-from trainer.recipe.checks import most_rows
+from trainer.recipe.shares import rows_of
 from trainer.telemetry.device_memory import forget_memory, free_memory, peak_memory, total_memory
 from trainer.telemetry.readable import counted
 from trainer.training.memory_needs import KEPT, needs, possible, twice
@@ -39,14 +39,15 @@ def fewest(build: Callable[[Resolved], Run], resolved: Resolved) -> Run:
         return run
     run = build(replace(resolved, recipe=recipe.replace(compile=False)))  # or each size would be compiled
     devices = [(device.type, total_memory(device)) for device in run.world.drives]
-    purpose = f"{recipe.mode} {recipe.precision} {run.world.size} x {devices}"
-    number = _number(run, purpose)
+    purpose = f"{recipe.mode} {recipe.precision} {recipe.recompute} {recipe.shares} {run.world.size} x {devices}"
+    number, recompute = _number(run, purpose), run.recipe.recompute
     if number > 1 or recipe.compile:
         run.loader.close()
         del run  # and with it what it has on the device
         gc.collect()
         torch.cuda.empty_cache()
-        run = build(replace(resolved, recipe=recipe.replace(accumulate=number)))
+        # Blocks are computed anew as in the passes that fitted, whatever smaller pieces would ask for.
+        run = build(replace(resolved, recipe=recipe.replace(accumulate=number, recompute=recompute)))
     run.strategy.tuned[KEPT] = {"pieces": number, "for": purpose}
     return run
 
@@ -70,15 +71,17 @@ def _largest_that_fits(run: Run, counts: list[int]) -> int:
     """The smallest number of pieces: from the smallest pieces on, while the next are expected to fit, and do. What a
     pass takes grows with its images no slower than from the one before."""
     measured, found = list[tuple[int, float]](), None
+    share = run.strategy.share
     for number in reversed(counts):
-        rows = most_rows(run.recipe, run.resolved.share.count, number)
+        every = rows_of(run.recipe, share.count, number, share.numbers)
+        rows = max(every)
         if rows == 1 and number > counts[0]:  # BatchNorm wants more, and so many pieces are none to begin with
             continue
         if len(measured) > 1:
             (few, little), (more, much) = measured[-2:]
             if much + (much - little) / max(1, more - few) * (rows - more) > 1:
                 break
-        measured.append((rows, _load(run, rows, min(2, number))))
+        measured.append((rows, _load(run, every[share.index], min(2, number))))
         if measured[-1][1] > 1:
             break
         found = number

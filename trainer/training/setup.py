@@ -174,7 +174,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
 def kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple[float, ...]:
     """What an earlier part of the run measured on devices of the same names; empty where there is nothing."""
     kept = state.facts.get("shares", {}) if state is not None else {}
-    if not kept.get("numbers") or kept["devices"] != [*world.devices]:
+    if not kept.get("numbers") or not kept.get("measured") or kept["devices"] != [*world.devices]:
         return ()
     every = units(recipe)
     return tuple(bounded(every, kept["numbers"], 1, [every] * world.size))

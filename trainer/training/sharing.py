@@ -36,6 +36,7 @@ def divided(run: Run, begins: bool) -> bool:
         return False
     _tell(run, rows, wanted, shares.speeds)
     strategy.divide(replace(share, numbers=tuple(wanted)))
+    strategy.context = replace(strategy.context, example=replace(strategy.context.example, rows=wanted[share.index]))
     run.loader.divide(strategy.share.numbers)
     run.steps.forget()
     run.forward.close()

@@ -22,6 +22,7 @@ from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.inputs import with_pretrained_input
 from trainer.models.zoo import are_names, build
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
 from trainer.saving.run_names import run_named
 from trainer.tasks import Task
@@ -37,11 +38,13 @@ def trained_teacher(recipe: Recipe, inputs: TensorSpec, outputs: int, starting: 
             return Trained.read(run_named(word))
         own = Recipe().replace(model={"name": word, "weights": "DEFAULT"}, data={"name": "imagefolder"})
         own = with_pretrained_input(own.replace(precision=recipe.precision))
-        weights = build(own.model, outputs, inputs.shape[0], inputs.shape[-1], starting).state_dict()
+        square = len({*inputs.shape[-2:]}) == 1
+        size: ImageSize = inputs.shape[-1] if square else (inputs.shape[-2], inputs.shape[-1])
+        weights = build(own.model, outputs, inputs.shape[0], size, starting).state_dict()
         known = (timm_zoo if word.startswith(TIMM) else torchvision_zoo).known_classes(own.model)
         mean, std = statistics(tuple(own.data.mean or IMAGENET[0]), tuple(own.data.std or IMAGENET[1]), inputs.shape[0])
         told = {"classes": [*map(str, range(known))], "mean": mean, "std": std, "channels": len(mean)}
-        told["image_size"] = inputs.shape[-1]
+        told["image_size"] = size
         return Trained(Path(word), weights, {key: json.dumps(value) for key, value in told.items()}, own, own)
     except TrainerError as error:
         raise type(error)(f"distill.teacher={word}: {re.split(', (?:or|and) start ', str(error))[0]}") from None
@@ -91,7 +94,8 @@ class Teacher(Task):
             there, here = (f"{len(each)} ({few(each, 8)})" for each in (known, data.classes))
             raise RecipeError(f"{word} knows {there} classes, and this run has {here}: give a teacher of the same")
         if spec != data.inputs:
-            words = f": type data.image_size={spec.shape[-1]} data.channels={spec.shape[0]}" * bool(trained.facts.mean)
+            size = json.dumps(trained.facts.image_size, separators=(",", ":"))
+            words = f": type data.image_size={size} data.channels={spec.shape[0]}" * bool(trained.facts.mean)
             raise RecipeError(f"{word} reads {spec}, and this run's inputs are {data.inputs}{words}")
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from tests.command_line import ok
 from tests.commands.compare.listing import SMALL
 from tests.typed import odd
 from trainer.commands import compare
+from trainer.commands.compare import entries as listed
 from trainer.commands.compare.ranking import STAND_IN, EntryFigures
 from trainer.commands.trials.significance import Difference
 from trainer.errors import FolderInUseError, RecipeError
@@ -208,3 +209,9 @@ def test_through_the_command_line(full, tmp_path):
     assert refused["exit_code"] == 2 and "sync_bn=true " in refused["error"]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"compare.png"}
     assert "no difference shown" in done.stdout and not done.stderr
+
+
+def test_the_reference_of_unequal_shares_has_none():
+    rows = listed.entries("digits", ["shares=[3,1]", "devices=[cpu]"], ["single", "ddp", "dp shares=[3,1]"], nproc="2")
+    assert [row.recipe.shares for row in rows[:2]] == [None, [3, 1]] and rows[0].problem is None
+    assert "is not for mode=dp" in rows[2].problem[0]

@@ -62,6 +62,8 @@ def entries(
         mode, mode_words = _mode_and_words(text)
         if nproc and TRAITS[mode].processes != "one":
             mode_words.setdefault("nproc", f"nproc={nproc}")
+        if base.shares is not None and "shares" in TRAITS[mode].refuses:  # as the reference of modes that have them
+            mode_words.setdefault("shares", "shares=null")
         entry = _entry(source, text, mode, {**shared, **mode_words})
         # Identical entries, which show the noise, get a number; so do entries whose folders would have one name.
         seen[entry.slug] += 1

@@ -72,7 +72,7 @@ def test_what_is_answered(typed: str) -> None:
 def test_words_of_other_commands() -> None:
     assert read(["--version"]) == ("version", [])
     assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
-    assert read(["submit", "slurm", "--nodes", "2", "--go"]) == ("submit", ["slurm", "nodes=2", "--go"])
+    assert read(["submit", "slurm", "--nodes", "2"]) == ("submit", ["slurm", "nodes=2"])
     assert read(["sweep", "recipe=digits", "--optimizer.lr", "0.01..0.1"])[1][1] == "optimizer.lr=0.01..0.1"
     for command in COMMANDS:
         assert read([command, "help"]) == ("help", [command])

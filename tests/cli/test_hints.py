@@ -26,11 +26,11 @@ from trainer.recipe.removed import REMOVED
 OPEN = "{}"  # stands for what a message fills in
 # Words that are no key and no word of a command line, by what they are.
 OTHERS = {
-    "words of one command": "checkpoint format yes minutes extends measured kind",
+    "words of one command": "checkpoint format yes minutes extends measured kind array",
     "arguments of Python's": "data model model__init_from on_epoch item_timeout optimizer__lr "
     "optimizer__name num_classes in_chans img_size extra_files _extra_files requires_grad reduction words daemon value "
     "init_from on_error track_running_stats use_reentrant",
-    "a shell's, in the script of a job": "folder code variant variants folders",
+    "a shell's, in the script of a job": "folder code",
     "of other programs": "size iommu sep timeout device",
     "what stands for any": "key w m object_type",
 }

@@ -90,7 +90,7 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
         writer.close()
     DAMAGES[damage](sorted(tmp_path.glob("events*"))[0])
     said = []
-    assert trim_events(tmp_path, Position(3, 0, 3), said.append) >= 8
+    trim_events(tmp_path, Position(3, 0, 3), said.append)
     assert {(tag, 2) for tag in "abcdefgh"} <= set(written(tmp_path))
     assert len(said) == (damage not in ("empty", "huge record")) and all("is left out" in line for line in said)
     assert len(list(tmp_path.glob("events*"))) == 1

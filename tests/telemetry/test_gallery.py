@@ -55,11 +55,11 @@ def test_a_matrix_of_any_number_of_classes(classes):
     ],
 )
 def test_what_has_no_letter_or_breaks_a_line_is_written_out(words, written):
-    assert gallery.font_for(words, 12)[0] == written
+    assert gallery.writable(words) == written
 
 
 @pytest.mark.parametrize("words", ["short", "a very long name of a class", "猫" * 30])
 @pytest.mark.parametrize("room", [60, 200])
 def test_words_are_cut_to_their_room(words, room):
-    found = gallery.fit(words, room, 12)
-    assert gallery.text_width(found, 12) <= room and words.startswith(found.rstrip("…"))
+    found = gallery.fit(words, room)
+    assert gallery.text_width(found) <= room and words.startswith(found.rstrip("…"))

@@ -45,7 +45,7 @@ COMMANDS = {
     "submit": Command(
         "trainer.commands.submit",
         (
-            *("recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "array", "requeues"),
+            *("recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "requeues"),
             *("max_restarts", "plugin", "output", "resume"),
         ),
         wants=("slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"),

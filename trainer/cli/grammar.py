@@ -18,7 +18,7 @@ from trainer.recipe.other_names import advice_on
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import nearest
 
-FLAGS = ("--json", "--go")  # ours, which have no value
+FLAGS = ("--json",)  # ours, which have no value
 
 
 def program(environment: Mapping[str, str] = os.environ) -> str:

@@ -102,20 +102,16 @@ class Journal(NullJournal):
         self.last_end = self._earlier[-1].end if self._earlier else None
         before = _before(sum(seconds().values()), self._earlier) if ours else {}
         self._before, self._seconds = before, seconds
-        self._began = _since_boot() - sum((before | seconds()).values())
-        self._boot = ""
-        with suppress(OSError):
-            self._boot = rank.boot_id()
         self._width, self._marked = 0, -math.inf
-        self._step = 0
-        self._resumed: int | None = None
-        self._end: str | None = None
-        self._noticed: list[str] = []
+        began = round(_since_boot() - sum((before | seconds()).values()), 4)
+        self._line = Attempt(host=socket.gethostname(), boot="", began=began, now=0.0, time=0.0, seconds={})
+        with suppress(OSError):
+            self._line.boot = rank.boot_id()
         self.mark(now=True)
 
     def mark(self, step: int | None = None, now: bool = False) -> None:
         """This attempt has come so far: written about once a second, or `now`."""
-        self._step = self._step if step is None else step
+        self._line.step = self._line.step if step is None else step
         if self._file < 0 or not (now or time.monotonic() - self._marked > EVERY):
             return
         self._check()  # a suspended run may wake up in a folder that another run has taken
@@ -128,32 +124,22 @@ class Journal(NullJournal):
 
     def _attempt(self) -> Attempt:
         seconds = {part: round(spent, 4) for part, spent in (self._before | self._seconds()).items()}
-        return Attempt(
-            host=socket.gethostname(),
-            boot=self._boot,
-            began=round(self._began, 4),
-            now=round(_since_boot(), 4),
-            time=round(time.time(), 3),
-            resumed=self._resumed,
-            step=self._step,
-            seconds=seconds,
-            end=self._end,
-            noticed=self._noticed,
-        )
+        stamp = {"now": round(_since_boot(), 4), "time": round(time.time(), 3), "seconds": seconds}
+        return self._line.model_copy(update=stamp)
 
     def resumed(self, step: int) -> None:
         """Training goes on from this step."""
-        self._resumed = self._step = step
-        self.mark(now=True)
+        self._line.resumed = step
+        self.mark(step, now=True)
 
     def notice(self, sentence: str) -> None:
         """Something went wrong; of much, the first of it is kept."""
-        self._noticed = [*self._noticed, sentence][:NOTICED]
+        self._line.noticed = [*self._line.noticed, sentence][:NOTICED]
         self.mark(now=True)
 
     def end(self, cause: str) -> None:
         """It ends, and why. Where that cannot be written, the first error tells."""
-        self._end = cause
+        self._line.end = cause
         with suppress(TrainerError):
             self.mark(now=True)
 

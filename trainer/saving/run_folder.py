@@ -169,8 +169,8 @@ class RunFolder(NullFolder):
             words = f"recipe={shlex.quote(str(self.path))} model.init_from={shlex.quote(str(self.path))}"
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with {word}, which is no more, and nothing else computes the "
-                f"same; to train on from its weights type python -m trainer {words} "
-                f"output={free_beside(self.path, 'longer')}"
+                f"same; to train on from its weights type python -m trainer {words} output="
+                f"{shlex.quote(f'{self.path}-longer')}"
             )
         self.resolved_keys = {
             f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
@@ -240,14 +240,6 @@ def asked_to_restart(recipe: Recipe) -> bool:
         before = recipes.load(str(file)) if file.is_file() else recipe
     line = new_cosine(before, recipe) if trains_longer(before, recipe) else None
     return line is not None and agreed("resume=auto", f"{recipe.output} trains longer by {line}", "train on?")
-
-
-def free_beside(path: Path, ending: str) -> str:
-    """The name of a folder that is not there yet: runs/first-longer, quoted for a shell."""
-    taken = 1
-    while os.path.lexists(name := f"{path}-{ending}{taken if taken > 1 else ''}"):
-        taken += 1
-    return shlex.quote(name)
 
 
 def fresh_folder(recipe: Recipe) -> Path:

@@ -123,8 +123,8 @@ def curves_of(folder: Path) -> dict[str, Curve]:
     return curves
 
 
-def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> int:
-    """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step). Returns the events.
+def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> None:
+    """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step).
 
     In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
     is killed, the files that are there hold all else, once a (tag, step) after the next time.
@@ -133,15 +133,14 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
 
     old = sorted(folder.glob("events.out.tfevents.*"))
     if not old:
-        return 0
-    draft, kept = draft_of(folder / "events"), 0
+        return
+    draft = draft_of(folder / "events")
     try:
         with draft.open("wb") as file:
             writer = RecordWriter(file)
             writer.write(_version())
             for event in _up_to(position, old, warn):
                 writer.write(event.SerializeToString())
-                kept += 1
             file.flush()
             os.fsync(file.fileno())
         put(draft, old[-1])  # the one that an open TensorBoard is at: where that is removed, it reads no later ones
@@ -150,7 +149,6 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
     for path in old[:-1]:
         set_aside(path)
         path.unlink(missing_ok=True)
-    return kept
 
 
 def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[Any]:

@@ -24,33 +24,31 @@ INK, GROUND, RIGHT, WRONG = "#222222", "#ffffff", (0, 114, 178), (213, 94, 0)  #
 WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its rows names
 
 
-def font_for(words: str, size: int) -> tuple[str, Any]:
-    """Words as they can be written, and the font for them; a letter that it lacks becomes its number (\\u732b)."""
+def writable(words: str) -> str:
+    """Words as they can be written: a letter that the font lacks becomes its number (\u732b)."""
     # DejaVu has the letters of Europe and the Near East, and signs.
     has = (n.isprintable() and (ord(n) < 0x700 or 0x1E00 <= ord(n) < 0x2C00) for n in words)
-    written = (n if there else n.encode("unicode_escape").decode() for n, there in zip(words, has, strict=True))
-    return "".join(written), _font(size)
+    return "".join(n if there else n.encode("unicode_escape").decode() for n, there in zip(words, has, strict=True))
 
 
 @cache
-def _font(size: int) -> Any:
+def _font() -> Any:
     """Matplotlib's; importing matplotlib for it would take long."""
     package = find_spec("matplotlib")
     assert package is not None and package.origin is not None
-    return ImageFont.truetype(str(Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"), size)
+    return ImageFont.truetype(str(Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"), FONT)
 
 
-def text_width(words: str, size: int = FONT) -> int:
+def text_width(words: str) -> int:
     """Of words in pixels, as they are written."""
-    written, font = font_for(words, size)
-    return round(float(font.getlength(written)))
+    return round(float(_font().getlength(writable(words))))
 
 
-def fit(words: str, room: float, size: int = FONT) -> str:
+def fit(words: str, room: float) -> str:
     """Cut words so that they take so many pixels."""
-    if text_width(words, size) <= room:
+    if text_width(words) <= room:
         return words
-    while words and text_width(words + "…", size) > room:
+    while words and text_width(words + "…") > room:
         words = words[:-1]
     return words + "…"
 
@@ -113,8 +111,7 @@ def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
 
 
 def _write(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, anchor: str = "la", ink: str = INK) -> None:
-    written, font = font_for(words, FONT)
-    draw.text(at, written, fill=ink, font=font, anchor=anchor)
+    draw.text(at, writable(words), fill=ink, font=_font(), anchor=anchor)
 
 
 def _encoded(sheet: Image.Image, photos: bool = False) -> EncodedImage:

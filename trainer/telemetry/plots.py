@@ -8,22 +8,11 @@ on first use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar: a mean with its standard deviation and words beside it; without a value only the words."""
-
-    name: str
-    value: float | None
-    std: float = 0.0
-    words: str = ""
 
 
 def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
@@ -52,28 +41,29 @@ def save_picture(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=150, transparent=True)
 
 
-def bars(path: Path, rows: Sequence[Bar], xlabel: str, title: str = "") -> None:
-    """Horizontal bars with whiskers of one standard deviation, the first on top, as many as there are."""
+def bars(
+    path: Path, rows: Sequence[tuple[str, float | None, float, str]], xlabel: str, title: str = ""
+) -> None:  # fmt: skip
+    """Horizontal bars with whiskers of one standard deviation, the first on top, as many as there are.
+
+    Args:
+        rows: name, mean, standard deviation and words beside it of each; without a mean only the words.
+    """
     figure, (axes,) = canvas(8.5, 1.1 + 0.42 * len(rows))
     axes.grid(False, axis="y")
-    top = max([row.value + row.std for row in rows if row.value is not None], default=1.0) or 1.0
-    for position, row in enumerate(rows):
-        end = 0.0
-        if row.value is not None:
-            axes.barh(position, row.value, height=0.66, color=COLOURS[position % len(COLOURS)])
-            if row.std:
-                axes.errorbar(row.value, position, xerr=row.std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4)
-            end = row.value + row.std
-        axes.text(end + 0.015 * top, position, row.words, va="center", ha="left", color=INK, fontsize=9)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    top = max([mean + std for _, mean, std, _ in rows if mean is not None], default=1.0) or 1.0
+    for position, (_, mean, std, words) in enumerate(rows):
+        if mean is not None:
+            axes.barh(position, mean, height=0.66, color=COLOURS[position % len(COLOURS)])
+        if mean is not None and std:
+            axes.errorbar(mean, position, xerr=std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4)
+        end = (mean or 0.0) + std
+        axes.text(end + 0.015 * top, position, words, va="center", ha="left", color=INK, fontsize=9)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.02 * top)
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
-    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     save_picture(figure, path)
-
-
-def _thousands(value: float, _: int) -> str:
-    return f"{value:,.10g}"

@@ -137,6 +137,19 @@ def test_a_mode_that_computes_something_else_is_red_and_never_the_fastest(machin
     assert "DISAGREES by 1.0%" in red
 
 
+def test_shares_of_a_batch_are_told_and_held_against_single(machine):
+    report, table = compared("single", "ddp shares=[3,1]", "local_sgd shares=auto", "split shares=auto", repeats=1)
+    assert table["ddp shares=[3,1]"]["exactness"]["verdict"] == "exact"
+    assert [row["shares"] for row in report["entries"]] == [None, [24, 8], [24, 8], None]
+    assert Path("out/compare.md").read_text().count("(24 + 8 images)") == 2
+    assert (
+        table["split shares=auto"]["exit_code"] == 2 and "is not for mode=split" in table["split shares=auto"]["error"]
+    )
+    report = compare.compare("digits", ["single", "ddp"], words=[*SMALL, "shares=auto"], repeats=1, steps=40)
+    assert [row["exit_code"] for row in report["entries"]] == [2, 0]
+    assert any("modes=[single," in sentence for sentence in report["conclusion"]), "what was not checked is told"
+
+
 def test_on_gpus_single_tells_what_rounding_does(machine):
     machine.device, machine.rounding, machine.losses = "cuda", 1.0002, {"ddp": 0.9995, "split": 1.002}
     _, table = compared("single", "ddp", "split", repeats=1)

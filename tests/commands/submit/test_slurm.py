@@ -75,17 +75,6 @@ def test_odd_paths_arrive_as_typed(value: str, script, tmp_path: Path) -> None:
     assert not any(line.startswith("#SBATCH --nodes=99") for line in read_by_sbatch)
 
 
-def test_an_element_of_an_array_has_its_value_and_its_folder(script, tmp_path: Path) -> None:
-    text = script("array=data.root:[/a/b,'/c d']", "output=runs/x")
-    folders = set()
-    for number, root in enumerate(("/a/b", "/c d")):
-        _, given, _ = run(text, tmp_path, SLURM_ARRAY_TASK_ID=str(number))
-        assert f"data.root={root}" in given
-        folders |= {word for word in given if word.startswith("output=")}
-    assert len(folders) == 2 and all(folder.startswith("output=runs/x/") for folder in folders)
-    assert "#SBATCH --array=0-1\n" in text
-
-
 def test_what_slurm_is_asked_for(script) -> None:
     lines = script("nodes=3", "memory=64GiB", "partition=gpu", "account=me", "grace=100").splitlines()
     for option in (
@@ -94,13 +83,3 @@ def test_what_slurm_is_asked_for(script) -> None:
     ):  # fmt: skip
         assert f"#SBATCH --{option}" in lines
     assert not any("gpus" in line for line in script("devices=[cpu]").splitlines())
-
-
-def test_an_array_of_numbers_with_exponents(script) -> None:
-    assert "variants=(optimizer.lr=1e-3 optimizer.lr=0.01)\n" in script("array=optimizer.lr:[1e-3,0.01]")
-
-
-def test_an_array_gets_the_gpus_of_the_element_that_needs_most() -> None:
-    devices = "[[cuda:0,cuda:1,cuda:2],[cuda:0,cuda:1]]"
-    words = ["slurm", "recipe=digits", "mode=split", f"array=devices:{devices}", "time=01:00:00", "cpus=8"]
-    assert "#SBATCH --gpus-per-node=3\n" in command(words)

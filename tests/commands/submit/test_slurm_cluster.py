@@ -113,11 +113,3 @@ def test_a_node_is_killed(cluster: Cluster, undisturbed: str) -> None:
     cluster.until(lambda: cluster.job(number)["JobState"] == "PENDING", 120)
     cluster.start("n1")
     check_end(cluster, number, "runs/killed", undisturbed)
-
-
-def test_an_array_has_a_folder_each(cluster: Cluster) -> None:
-    number = submitted(cluster, "array=seed:[1,2]", "output=runs/seeds")
-    cluster.until(lambda: not cluster.run("squeue", "-h", "-j", number).strip(), 240)
-    runs = [result(cluster.folder / "runs" / "seeds" / f"seed={seed}") for seed in (1, 2)]
-    assert [run["status"] for run in runs] == ["completed", "completed"]
-    assert runs[0]["losses"] != runs[1]["losses"]

@@ -14,7 +14,7 @@ from tests.commands.submit.test_slurm import HOPELESS
 from trainer import __main__ as cli
 from trainer import load_recipe
 from trainer.commands.submit import command
-from trainer.commands.submit.submission import seconds
+from trainer.commands.submit.slurm import seconds
 from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVING
 
@@ -46,14 +46,8 @@ def refused(*words: str) -> str:
         ([*SLURM, "time=00:02:00"], "grace="),
         ([*SLURM, "cpus=1.5"], "cpus"),
         ([*SLURM, "memory=64"], "memory=64GiB"),
-        ([*SLURM, "array=seed"], "array=batch_size:["),
-        ([*SLURM, "array=seeed:[1,2]"], "seed"),
-        ([*SLURM, "array=seed:[]"], "array=batch_size:["),
-        ([*SLURM, "array=nproc:[1,2]"], "array=nproc"),
-        ([*SLURM, "accumulate=2", "array=batch_size:[96,97]"], "97"),
-        ([*SLURM, "array=seed:[1,2]", "seed=3"], "seed"),
+        ([*SLURM, "array=seed:[1,2]"], "output=runs/seed-2"),
         ([*SLURM, "partition=a;b"], "partition=a;b"),
-        ([*SLURM, "--go"], "| sbatch"),
         ([*SLURM, "resume=never"], "resume=never"),
         ([*SLURM, "output=~/x"], "~"),
         ([*SLURM, "epoch=3"], "epochs"),

@@ -66,6 +66,7 @@ def test_a_list_is_taken_for_values_only_where_it_is_not_the_value(key):
     assert (dimension(key, "[1,2]") is None) == (key in LISTS)
     assert dimension(key, "[[1],[2]]") == Dimension(key, ("[1]", "[2]"))
     assert dimension(key, "1") is None
+    assert dimension("shares", "[auto,null]") == Dimension("shares", ("auto", "null"))
 
 
 @pytest.mark.parametrize(

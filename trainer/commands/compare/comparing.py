@@ -19,7 +19,7 @@ from trainer.commands.compare.entries import Entry
 from trainer.commands.compare.ranking import EntryFigures, EntryRuns, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
-from trainer.commands.trials.report import Others, TrialsProgress, tell_files, this_machine, write_tables
+from trainer.commands.trials.report import Others, TrialsProgress, busy_line, tell_files, this_machine, write_tables
 from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
@@ -172,7 +172,7 @@ class Comparison:
 
     def _write(self, status: str) -> dict[str, Any]:
         """The tables, with what there is so far; returns what compare.json holds, whose keys are stable."""
-        rows, pairs = self._tabulated()
+        (rows, pairs), others = self._tabulated(), self.others.cores()
         runs = [result for row in self.rows for result in row.results.values()]
         report = {
             "recipe": self.name,
@@ -187,8 +187,8 @@ class Comparison:
             "model": self.base.model.name,
             "entries": [asdict(row) for row in rows],
             "pairs": [asdict(pair) for pair in pairs],
-            "conclusion": [*ranking.conclusion(rows, pairs), *self.others.words()],
-            "other_programs_cores": self.others.cores(),
+            "conclusion": [*ranking.conclusion(rows, pairs), *busy_line(others)],
+            "other_programs_cores": others,
             "machine": asdict(this_machine()),
             "versions": runs[0]["versions"] if runs else {},
             "seconds": time.perf_counter() - self.begun,

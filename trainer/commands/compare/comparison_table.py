@@ -49,9 +49,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for row in rows:
         speed, ratio, step, loss = (row[key] for key in ("samples_per_sec", "ratio", "step_time_s", "train_loss"))
         peak = max(row["peak_memory_bytes"].values(), default=None)
+        shares = f" ({' + '.join(map(str, row['shares']))} images)" if row["shares"] else ""
         cells = [
             row["entry"],
-            f"{row['ranks']} x {row['threads']}" if speed or not row["error"] else "-",
+            f"{row['ranks']} x {row['threads']}{shares}" if speed or not row["error"] else "-",
             spread(speed["mean"], speed["std"]) if speed else "-",
             f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
             row["compared"]["verdict"] if row["compared"] else "",
@@ -121,7 +122,7 @@ def draw(folder: Path, report: Mapping[str, Any], first: Path) -> list[Path]:
         words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row['exit_code']}"
         words += f",  {ratio['median']:.2f}x" if ratio else ""
         words += f"  ({row['label'].partition(':')[0]})" if row["label"] and speed else ""
-        bars.append(plots.Bar(row["entry"], speed and speed["mean"], (speed or {}).get("std") or 0.0, words))
+        bars.append((row["entry"], speed and speed["mean"], (speed or {}).get("std") or 0.0, words))
     title = f"{report['recipe']}, global batch {report['batch_size']}: mean and standard deviation of {most} repeat"
     plots.bars(path, bars, "images per second", title + "s" * (most != 1))
     for old in first.parent.glob("*/*.compared"):

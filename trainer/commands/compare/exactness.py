@@ -21,8 +21,9 @@ TIMES, MOST = 4.0, 1e-2
 # Where layers see other parts of a batch losses may differ much (batch norm over 4 digits: by 74 % within 20 steps),
 # and nothing is proved by it; but a mode that learns has not twice the loss.
 LOOSE = 2.0
-# Keys that change no result.
-SAME_MATHS = {"channels_last", "compile", "graphs", "accumulate", "sync_bn", "recompute", "deterministic"}
+# Keys that change no result, beside those that a continued run may change.
+SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
+UNCHECKED = "no single to compare"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def exactness_of(
     if not losses:
         return Exactness("not compared", "-")
     if reference is None or not expected:
-        return Exactness("not compared", "no single to compare")
+        return Exactness("not compared", UNCHECKED)
     changed = changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS
     if changed:
         return Exactness("not compared", f"other {', '.join(sorted(changed))}")

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.exactness import Exactness, batch_dependent, exactness_of
+from trainer.commands.compare.exactness import UNCHECKED, Exactness, batch_dependent, exactness_of
 from trainer.commands.trials import significance
 from trainer.commands.trials.significance import Difference
 
@@ -62,6 +62,7 @@ class EntryFigures:
     ranks: int
     threads: int
     devices: list[str] | None
+    shares: list[int] | None  # images of a step of each rank, where these are unequal
     repeats: int
     step_time_s: float | None
     peak_memory_bytes: dict[str, int]
@@ -108,6 +109,7 @@ def _figures(row: EntryRuns, reference: EntryRuns, pair: Difference | None, is_f
         ranks=entry.ranks,
         threads=entry.threads,
         devices=last.get("devices"),
+        shares=next((found for result in [*row.results.values()][::-1] if (found := result.get("shares"))), None),
         repeats=len(timed),
         step_time_s=significance.mean_and_std(times)[0] if times else None,
         peak_memory_bytes=dict(sorted(peaks.items())),
@@ -135,6 +137,11 @@ def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> li
         for row in table
         if row.exactness.verdict == "disagrees"
     ]
+    if any(row.exactness.text == UNCHECKED for row in table):
+        sentences.append(
+            "nothing was held against mode=single, which did not run: list it, and give words that it refuses to the "
+            "other entries, as in 'modes=[single,\"ddp shares=auto\"]'"
+        )
     compared = sound(table, pairs)
     names = [row.entry for row in table if any(row.entry in (pair.first, pair.second) for pair in compared)]
     best = significance.fastest(names, compared)

@@ -53,9 +53,8 @@ def export_run(path: Path, kind: str, output: str | Path | None, words: Sequence
 
 def _default_target(path: Path, kind: str) -> Path:
     """model.onnx in the run folder; of best.safetensors model-best.onnx, of a checkpoint model-step-00000120.onnx."""
-    name, home = "model", path
-    if not path.is_dir():
-        name, home = "model" if path.stem == "last" else f"model-{path.stem}", path.parent
-    elif not is_run(path, ("last.safetensors",)):
-        name, home = f"model-{path.name}", path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return home / f"{name}{SUFFIXES[kind]}"
+    if path.is_dir() and is_run(path, ("last.safetensors",)):
+        return path / f"model{SUFFIXES[kind]}"
+    if path.stem == "last":
+        return path.with_name(f"model{SUFFIXES[kind]}")
+    return path.parents[path.parent.name == "checkpoints"] / f"model-{path.stem}{SUFFIXES[kind]}"

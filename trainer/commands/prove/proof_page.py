@@ -18,7 +18,7 @@ from typing import Any
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome
 from trainer.commands.prove.fast import NETWORKS
 from trainer.commands.trials import report as reports
-from trainer.commands.trials.report import BUSY, MachineFigures
+from trainer.commands.trials.report import MachineFigures, busy_line
 
 FORMAT = 1
 LEAST_COST = 0.05  # of the speed: what costs less is not called the slow part
@@ -97,9 +97,8 @@ def markdown(proof: Proof) -> str:
     more = []
     if left := [row["title"] for row in checks if row["status"] == "left out"]:
         more.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(left)}.")
-    busy = proof["busy_cores"] or 0.0
-    others = f"Other programs kept {busy:.1f} cores busy meanwhile.\n" * (busy >= BUSY)
-    more.append(f"Machine: {MachineFigures(**proof['machine'])}.\n{others}{reports.versions_line(proof['versions'])}")
+    machine = f"Machine: {MachineFigures(**proof['machine'])}."
+    more.append("\n".join([machine, *busy_line(proof["busy_cores"]), reports.versions_line(proof["versions"])]))
     more.append("Figures are medians (smallest to largest) of several, each measured in alternation with bare PyTorch.")
     words = ["prove", f"minutes={proof['minutes']:g}", f"devices=[{','.join(proof['devices'])}]"]
     command = shlex.join(["python", "-m", "trainer", *words])

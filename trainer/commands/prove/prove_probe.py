@@ -46,13 +46,14 @@ class Measurer:
         if self.count > 1:
             dist.all_reduce(torch.zeros(1))  # over gloo, on the CPU
 
-    def seconds(self, work: Callable[[], Any]) -> float:
-        """What `work` takes; on the CPU without what other programs take meanwhile."""
+    def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
+        """What `work` takes so many times; on the CPU without what other programs take meanwhile."""
         cuda = self.device.type == "cuda"
         clock = time.perf_counter if cuda else lambda: time.process_time() / torch.get_num_threads()
         synchronise([self.device])
         begun = clock()
-        work()
+        for _ in range(times):
+            work()
         synchronise([self.device])
         return max(clock() - begun, 1e-9)
 
@@ -151,24 +152,19 @@ def rates(here: Measurer) -> dict[str, Any]:
     out = torch.empty_like(matrix)
     source = torch.zeros(block, dtype=torch.uint8, device=here.device)
     target = torch.empty_like(source)
-
-    def product(times: int) -> None:
-        for _ in range(times):
-            torch.mm(matrix, matrix, out=out)
-
-    def copy(times: int) -> None:
-        for _ in range(times):
-            target.copy_(source)
-
-    measured: dict[str, list[float]] = {"product": [], "memory": []}
+    works: dict[str, tuple[Callable[[], Any], float]] = {
+        "product": (lambda: torch.mm(matrix, matrix, out=out), 2.0 * side**3),
+        "memory": (lambda: target.copy_(source), 2.0 * block),
+    }
+    measured: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(ROUNDS):
         for rank in range(here.count):
             here.barrier()
             if here.rank != rank:
                 continue
-            for name, work, amount in (("product", product, 2.0 * side**3), ("memory", copy, 2.0 * block)):
-                times = max(1, round(seconds / here.seconds(lambda: work(1))))  # noqa: B023
-                measured[name] += [amount * times / here.seconds(lambda: work(times))] * (turn > 0)  # noqa: B023
+            for name, (work, amount) in works.items():
+                times = max(1, round(seconds / here.seconds(work)))
+                measured[name] += [amount * times / here.seconds(work, times)] * (turn > 0)
     here.barrier()
     precision = PRECISIONS[dtype]
     return {**measured, "precision": precision, "product_limit": peak_flops(here.device, precision)}

@@ -23,7 +23,7 @@ from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
 from trainer.commands.prove.proof_page import Proof, anonymous, markdown, proof_of
 from trainer.commands.trials.engine import claim
-from trainer.commands.trials.report import BUSY, Others, this_machine, write_tables
+from trainer.commands.trials.report import Others, busy_line, this_machine, write_tables
 from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, in_one_line
 from trainer.processes.terminal import say
@@ -164,7 +164,7 @@ def report(folder: Path, proof: Proof) -> None:
             say(f"         try: {row['todo'] or ''}")
     if out := proof["counts"].get("left out"):
         say(f"  {readable.counted(out, 'check')} skipped: the same words with more minutes= run them")
-    if (busy := proof["busy_cores"]) and busy >= BUSY:
-        say(f"  other programs kept {busy:.1f} cores busy meanwhile, so speeds are lower than they could be")
+    for line in busy_line(proof["busy_cores"]):
+        say(f"  {line}")
     say(f"  report {folder}/proof.md, proof.json")
     say(proof["sentence"])

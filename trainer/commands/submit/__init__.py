@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 
 from trainer.commands.submit.slurm import script
-from trainer.commands.submit.submission import read_submission
 from trainer.errors import RecipeError
 from trainer.processes.rank import place
 
@@ -23,6 +22,4 @@ def command(words: Sequence[str]) -> str:
         example = "as in submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8"
         other = "; for Kubernetes, see python -m trainer guide nodes"
         raise RecipeError(f"submit needs slurm first, not '{words[0][:80] if words else ''}': {example}{other}")
-    if "--go" in words:
-        raise RecipeError("--go is no word of submit: pipe the script, as in submit slurm ... | sbatch")
-    return script(read_submission(words[1:], os.environ.get("TRAINER_COMMAND")))
+    return script(words[1:], os.environ.get("TRAINER_COMMAND") or "python -m trainer")

@@ -109,7 +109,7 @@ def _listed(key: str, text: str, alone: bool) -> Dimension | None:
         values = None
     if not isinstance(values, list) or not values:
         raise RecipeError(f"{key}={shown(text)} lists no values: write {key}=[first,second], in quotes for the shell")
-    if alone and not any(isinstance(value, list) for value in values):
+    if alone and not any(isinstance(value, list) or value in ("auto", "null") for value in values):
         return None
 
     def word(value: Any) -> str:

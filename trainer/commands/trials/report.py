@@ -139,12 +139,11 @@ class Others:
             return None
         return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
 
-    def words(self) -> list[str]:
-        """A warning, where one is due."""
-        cores = self.cores()
-        if cores is None or cores < BUSY:
-            return []
-        return [f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: compare again without them"]
+
+def busy_line(cores: float | None) -> list[str]:
+    """A warning, where one is due: of so many cores that other programs kept busy."""
+    line = f"other programs kept {cores or 0.0:.1f} of {os.cpu_count()} cores busy meanwhile: try again without them"
+    return [line] * ((cores or 0.0) >= BUSY)
 
 
 def _ours() -> float:

@@ -1,6 +1,7 @@
 """accumulate=auto: how many pieces are taken, that finding out changes nothing of the run, going on with more."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,39 @@ def test_on_a_card_the_fewest_that_fit_are_those_that_are_typed(more, tmp_path):
     fewer = trainer(*words, f"accumulate={found // 2}", f"output={tmp_path / 'fewer'}", env={**env, **LITTLE})
     peak = max(result(tmp_path / "fewer")["peak_memory_bytes"].values(), default=0)
     assert fewer.returncode == 6 or peak > 0.85 * int(LITTLE["TRAINER_TEST_MEMORY"]), "fewer would have fitted"
+
+
+def test_recompute_auto_stays_as_it_was_when_pieces_were_tried(monkeypatch):
+    """For smaller pieces it might choose fewer blocks, with which nothing was tried."""
+    given = []
+
+    def build(resolved):
+        given.append((resolved.recipe.recompute, resolved.recomputed, resolved.recipe.accumulate))
+        resolved = replace(resolved, recipe=resolved.recipe.replace(recompute=True), recomputed=3)
+        strategy, loader = SimpleNamespace(tuned={}), SimpleNamespace(close=lambda: None)
+        world = SimpleNamespace(drives=[], size=1)
+        return SimpleNamespace(resolved=resolved, recipe=resolved.recipe, world=world, strategy=strategy, loader=loader)
+
+    monkeypatch.setattr(choosing, "_number", lambda run, purpose: 2)
+    recipe = load(None, "mode=single", "recompute=auto", "accumulate=auto")
+    run = choosing.fewest(build, Resolved(recipe, *[None] * 10))
+    assert given == [("auto", None, "auto"), (True, 3, 2)] and run.recipe.accumulate == 2
+
+
+@pytest.mark.slow
+def test_the_pass_of_a_teacher_counts(tmp_path):
+    """It may need more memory than the student's."""
+    env = {"TRAINER_TEST_CARDS": "1", **LITTLE}
+    words = [*WORDS, "plugin=tests.training.wide_teacher", "data.image_size=32", "max_steps=2", "mode=single"]
+    words.remove("data.image_size=8")
+    ok(*words, "model.name=wide", f"output={tmp_path / 'teacher'}", env={**env, **MUCH})
+    found = []
+    for more in ([], [f"distill.teacher={tmp_path / 'teacher'}"]):
+        output = f"output={tmp_path / str(len(more))}"
+        done = ok(*words, "model.name=linear", "accumulate=auto", *more, output, env=env)
+        assert "out of memory" not in done.stdout
+        found.append(pieces(tmp_path / str(len(more))))
+    assert found[0] == 1 < found[1]
 
 
 def test_a_run_that_meets_out_of_memory_goes_on_from_its_last_step(tmp_path):

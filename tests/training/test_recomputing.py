@@ -68,15 +68,15 @@ def run(room, monkeypatch, *words):
     monkeypatch.setattr(recomputing, "free_memory", lambda device: room)
     world = SimpleNamespace(device=torch.device("cuda"), size=1, sharing=lambda: 1, max_=lambda values: values)
     parts = SimpleNamespace(count=1)
-    resolved = Resolved(recipe, dataset_facts(recipe), None, world, parts, 1, None, None, {}, False)
+    resolved = Resolved(recipe, dataset_facts(recipe), None, world, parts, 1, None, None, {}, False, False)
     return settled(resolved, model)
 
 
 def test_a_run_decides_for_all(monkeypatch):
-    resolved, count = run(MIB, monkeypatch, "recompute=auto")
-    assert resolved.recipe.recompute is True and count == len(runs_of(made()[0]))
-    resolved, count = run(1 << 40, monkeypatch, "recompute=auto")
-    assert resolved.recipe.recompute is False and count == 0
+    resolved = run(MIB, monkeypatch, "recompute=auto")
+    assert resolved.recipe.recompute is True and resolved.recomputed == len(runs_of(made()[0]))
+    resolved = run(1 << 40, monkeypatch, "recompute=auto")
+    assert resolved.recipe.recompute is False and resolved.recomputed == 0
     with pytest.raises(RecipeError, match=r"graphs=true.*recompute=false"):
         run(MIB, monkeypatch, "recompute=auto", "graphs=true")
 

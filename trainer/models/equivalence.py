@@ -29,9 +29,8 @@ Tensors = dict[str, Tensor | None]
 class Passes(NamedTuple):
     """What training passes did, by names."""
 
-    tensors: list[
-        Tensors
-    ]  # buffers, attributes, changed weights, before the first pass and after each, with its output
+    # Buffers, attributes, changed weights, before the first pass and after each, with its output.
+    tensors: list[Tensors]
     gradients: Tensors  # of all passes, added up
     plain: list[dict[str, object]]  # after each pass: attributes and generators
 

@@ -6,6 +6,7 @@ A plan asks it of a model of shapes alone, a pipeline of the blocks that it time
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,11 @@ COPIES = 4  # of the weights where no optimizer is built yet: themselves, gradie
 def room_in(memory: float, sharing: int = 1, resident: float = 0.0) -> float:
     """Bytes that a run may still take of a device's memory, which `sharing` ranks divide, beside what it holds."""
     return USABLE * memory / sharing - resident
+
+
+def fewest(most: int, fits: Callable[[int], bool]) -> int:
+    """The smallest of 0 to `most` that fits, where more need less; else `most`."""
+    return 0 if fits(0) else min(most, 1 + bisect_left(range(1, most), True, key=fits))
 
 
 def size_of(*tensors: Tensor) -> int:
@@ -81,6 +87,27 @@ def measure(
         if out.requires_grad:  # else all of it is frozen
             torch.autograd.backward(out, gradient)
     return Pass(saved, most, seen.peak)
+
+
+def of_module(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    loss: Callable[[Tensor], Tensor] = Tensor.float,
+    known: Sequence[Tensor] = (),
+    gradients: bool = True,
+    cpu: bool = False,
+) -> Pass:
+    """The pass in which `run` takes the inputs through the module. Gradients that are there from the start do not
+    count; without them those that come do."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if gradients else None
+    there = [*module.parameters(), *module.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    measured = measure(lambda: loss(run(inputs)), [*there, inputs, *known], cpu)
+    for leaf in (*parameters, inputs):
+        leaf.grad = None
+    return measured
 
 
 def held(actions: Iterable[tuple[str, int, int]], stages: Sequence[Pass]) -> int:

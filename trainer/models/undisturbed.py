@@ -19,7 +19,7 @@ _OWN = set(vars(nn.Module()))  # what every module has
 
 
 @contextmanager
-def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: bool = False) -> Iterator[None]:
+def undisturbed(modules: Sequence[nn.Module], *devices: torch.device, weights: bool = False) -> Iterator[None]:
     """Restore buffers, training flags, plain attributes (counters, lists, tensors, arrays) and random states
     afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
     parts = {part for module in modules for part in module.modules()}
@@ -31,7 +31,7 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device, weights: boo
     objects = {id(value): value for module in modules for _, value in attributes(module)}
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(torch.random.fork_rng([device for device in devices if device.type == "cuda"]))
             stack.callback(random.setstate, random.getstate())
             stack.callback(np.random.set_state, np.random.get_state())
             for value in objects.values():

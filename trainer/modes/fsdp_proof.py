@@ -111,13 +111,8 @@ def check_sharded(strategy: Strategy, whole: tuple[Passes, int] | None) -> None:
         for layer in training_norms(module):
             for state in (*passes.tensors, *sharded.tensors):
                 state.pop(f"buffer {layer}.running_var", None)
-    error = None
-    try:
-        name = f"model.name={strategy.recipe.model.name} in shards"
-        check_equivalent(name, passes, sharded, SHARDED_TOLERANCE[strategy.recipe.precision], FLOOR * norm)
-    except RecipeError as caught:
-        error = caught
-    world.raise_any(error)
+    name, tolerance = f"model.name={strategy.recipe.model.name} in shards", SHARDED_TOLERANCE[strategy.recipe.precision]
+    world.all_or_none(lambda: check_equivalent(name, passes, sharded, tolerance, FLOOR * norm), DATA_PATIENCE)
 
 
 def _own_rows(strategy: Strategy, found: Tensors) -> tuple[Tensors, float]:

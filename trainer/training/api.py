@@ -200,29 +200,24 @@ def train(
     with lent(model, data) as names:
         chosen = load(recipe, *words, **{**names, **keywords})
         if launching.wants_children(chosen, processes):
-            result = _in_children(chosen, plugin, processes, calls)
+            given = sent(chosen, plugin, calls)
+            if calls.wanted:
+                note = (
+                    "runs in rank 0's process: what it changes is not seen here, but report.log() brings figures back"
+                )
+                print(f"on_epoch: {note}", flush=True)
+            module = MODULE if given else plugin
+            result = cast(Result, child_ranks.train_in_children(chosen, module, processes, given))
         else:
             launching.load_plugin(plugin)
-            result = _in_this_process(chosen, calls)
+            if not _here.acquire(blocking=False):
+                raise RecipeError("another train() is at work in this process: wait for it, or use a process each")
+            try:
+                with as_before():
+                    result = loop.run(chosen, given=calls)
+            finally:
+                _here.release()
     file = Path(result["output"] or "", "last.safetensors")
     if isinstance(model, nn.Module) and result["status"] == "completed" and file.is_file():
         initialise(bare(model), read_weights(file)[0], str(file), whole=True)
     return result
-
-
-def _in_this_process(recipe: Recipe, calls: Callbacks) -> Result:
-    if not _here.acquire(blocking=False):
-        raise RecipeError("another train() is at work in this process: wait for it, or use a process each")
-    try:
-        with as_before():
-            return loop.run(recipe, given=calls)
-    finally:
-        _here.release()
-
-
-def _in_children(recipe: Recipe, plugin: str | None, nproc: str | None, calls: Callbacks) -> Result:
-    given = sent(recipe, plugin, calls)
-    if calls.wanted:
-        note = "runs in rank 0's process: what it changes is not seen here, but report.log() brings figures back"
-        print(f"on_epoch: {note}", flush=True)
-    return cast(Result, child_ranks.train_in_children(recipe, MODULE if given else plugin, nproc, given))

@@ -22,9 +22,9 @@ from trainer.telemetry.device_memory import total_memory
 from trainer.telemetry.readable import as_size
 from trainer.training import snapshots
 from trainer.training.parts import PARTS
+from trainer.training.randomness import random_states, restore_random_states
 from trainer.training.run import Run
 from trainer.training.state import Resolved, TrainState
-from trainer.training.step_evidence import random_states, set_random_states
 
 KEPT = "accumulate"  # the key in what the run folder keeps of what was chosen; there with accumulate=auto alone
 AGAIN = 60.0  # seconds that a run trains before it takes smaller pieces once more: where it does not, they do not help
@@ -102,7 +102,7 @@ def repeatable(run: Run) -> Iterator[None]:
         if is_out_of_memory(error):
             for row, buffers in zip(before, run.buffers, strict=True):
                 put_back(row, buffers)
-            set_random_states(run.world.drives, drawn)
+            restore_random_states(drawn, run.world.drives)
             run.repeatable = True
         raise
 

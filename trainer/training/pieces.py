@@ -23,7 +23,6 @@ from trainer.telemetry.readable import counted
 from trainer.training.memory_needs import KEPT, needs, possible, twice
 from trainer.training.run import Run
 from trainer.training.state import Resolved
-from trainer.training.step_evidence import random_states, set_random_states
 
 
 def fewest(build: Callable[[Resolved], Run], resolved: Resolved) -> Run:
@@ -40,14 +39,15 @@ def fewest(build: Callable[[Resolved], Run], resolved: Resolved) -> Run:
     run = build(replace(resolved, recipe=recipe.replace(compile=False)))  # or each size would be compiled
     devices = [(device.type, total_memory(device)) for device in run.world.drives]
     purpose = f"{recipe.mode} {recipe.precision} {recipe.recompute} {recipe.shares} {run.world.size} x {devices}"
-    number, recompute = _number(run, purpose), run.recipe.recompute
+    number = _number(run, purpose)
     if number > 1 or recipe.compile:
+        resolved = run.resolved  # recompute=auto as it was measured: for smaller pieces it might choose less
         run.loader.close()
         del run  # and with it what it has on the device
         gc.collect()
         torch.cuda.empty_cache()
-        # Blocks are computed anew as in the passes that fitted, whatever smaller pieces would ask for.
-        run = build(replace(resolved, recipe=recipe.replace(accumulate=number, recompute=recompute)))
+        chosen = resolved.recipe.replace(accumulate=number, compile=recipe.compile)
+        run = build(replace(resolved, recipe=chosen))
     run.strategy.tuned[KEPT] = {"pieces": number, "for": purpose}
     return run
 
@@ -95,13 +95,15 @@ def _load(run: Run, rows: int, passes: int) -> float:
     1 they do not fit. Collective."""
     strategy, drives, apart = run.strategy, run.world.drives, run.strategy.passes_apart
     own = any(not of_library(type(part)) for module in strategy.modules() for part in module.modules())
-    load, drawn = 0.0, random_states(drives)
+    load = 0.0
     forget_memory(drives)
-    with undisturbed(strategy.modules(), run.world.device, weights=own):
+    with undisturbed(strategy.modules(), *drives, weights=own):
         strategy.train()
         try:
             batch = strategy.context.example.zeros(run.world.device, rows, run.recipe.channels_last)
             for _ in range(passes):  # the second while the gradients of the first are there
+                if run.teacher is not None:
+                    run.teacher.teach(batch)
                 strategy.forward_backward(batch, 1 / run.recipe.batch_size, sync=not apart)
         except Exception as error:
             if not apart or not is_out_of_memory(error):  # the others would wait for this rank
@@ -109,7 +111,6 @@ def _load(run: Run, rows: int, passes: int) -> float:
             load = math.inf
     if not apart:
         strategy.reduce_gradients()
-    set_random_states(drives, drawn)
     run.state.optimizer.zero_grad()
     share = run.world.sharing()
     for device in drives:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 
 import torch
@@ -21,15 +20,15 @@ from trainer.telemetry.device_memory import free_memory
 from trainer.training.state import Resolved
 
 
-def settled(resolved: Resolved, model: nn.Module) -> tuple[Resolved, int | None]:
-    """The run with `recompute=auto` decided, and how many first blocks that are: none on the CPU. Collective.
+def settled(resolved: Resolved, model: nn.Module) -> Resolved:
+    """The run with `recompute=auto` decided: of no block on the CPU. Collective.
 
     Raises:
         RecipeError: there are some, and the recipe has what does not go with that.
     """
     recipe, world, count = resolved.recipe, resolved.world, 0
     if recipe.recompute != "auto":
-        return resolved, None
+        return resolved
     if world.device.type == "cuda":
         room = memory.room_in(free_memory(world.device), world.sharing())
         example = resolved.datasets.example(most_rows(recipe, resolved.share.count))
@@ -37,7 +36,7 @@ def settled(resolved: Resolved, model: nn.Module) -> tuple[Resolved, int | None]
     count = int(world.max_(torch.tensor(count)).item())
     recipe = recipe.replace(recompute=count > 0)
     check_processes(recipe, world.size)
-    return replace(resolved, recipe=recipe), count
+    return replace(resolved, recipe=recipe, recomputed=count)
 
 
 def blocks_needed(model: nn.Module, recipe: Recipe, example: Example, room: float, processes: int) -> int:
@@ -50,10 +49,7 @@ def blocks_needed(model: nn.Module, recipe: Recipe, example: Example, room: floa
         with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", precision, enabled=bool(precision)):
             copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
             inputs = example.zeros(torch.device("cpu"), channels_last=recipe.channels_last).inputs
-            for parameter in copy.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            known = [*copy.parameters(), *(p.grad for p in copy.parameters() if p.grad is not None), *copy.buffers()]
-            needed: float = memory.measure(lambda: copy(inputs).float(), [*known, inputs]).peak + memory.size_of(inputs)
+            needed: float = memory.of_module(copy, copy, inputs).peak + memory.size_of(inputs)
         weights = memory.size_of(*copy.parameters())
         if parts > 1:  # what ranks gather of each other's
             rest, *units = unit_sizes(copy, units_of(copy))
@@ -61,6 +57,6 @@ def blocks_needed(model: nn.Module, recipe: Recipe, example: Example, room: floa
         return needed + weights * (memory.COPIES + (recipe.ema is not None)) / parts <= room
 
     try:
-        return 0 if fits(0) else 1 + bisect_left(range(1, len(runs)), True, key=fits)
+        return memory.fewest(len(runs), fits)
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError):
         return 0

@@ -210,8 +210,8 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    resolved, recomputed = settled(resolved, model)
-    recipe = resolved.recipe
+    resolved = settled(resolved, model)
+    recipe, recomputed = resolved.recipe, resolved.recomputed
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = model_facts(model, resolved)
     share = resolved.share

@@ -34,6 +34,7 @@ class Resolved:
     speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
     longer: bool  # whether the run was to end sooner when its checkpoint was saved
     teacher: Teacher | None = None
+    recomputed: int | None = None  # so many first blocks are computed anew under recompute; None: all
 
 
 @dataclass

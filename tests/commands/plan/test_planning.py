@@ -49,8 +49,9 @@ def test_a_machine_with_one_gpu_plans_for_more(monkeypatch, words, nproc, device
 
 
 KEYS = {
-    "": "recipe mode world_size devices model data batch steps memory_per_device memory_limit peak fits advice "
-    "pipeline communication disk prediction predicted_samples_per_sec commands needs_folder assumptions modes",
+    "": "recipe mode world_size devices model data batch steps memory_per_device memory_limit peak "
+    "peak_without_recompute fits advice pipeline communication disk prediction predicted_samples_per_sec commands "
+    "needs_folder assumptions modes",
     "model": "name parameters forward_flops_per_image precision",
     "data": "name train_samples val_samples classes channels image_size source",
     "batch": "global shards per_shard shares per_device accumulate per_pass microbatch",

@@ -80,23 +80,20 @@ def range_names(count: int) -> tuple[str, ...]:
 
 def _facts(recipe: Recipe) -> DatasetFacts:
     data, wanted, typed = recipe.data, recipe.model.num_classes, typed_size(recipe.data.image_size)
-    stands_in = data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic"
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
         return DatasetFacts(train, val, classes, data.channels or channels, typed or size, "as published")
-    if data.name == "synthetic" or stands_in:
-        classes, channels, size = IMAGENET if stands_in else (10, 3, 32)
-        shape = (data.channels or channels, typed or size)
-        if stands_in:  # a number of steps would be one of the stand-in's
-            return DatasetFacts(None, None, wanted or classes, *shape, "data.root=FOLDER counts them")
-        return DatasetFacts(data.samples, data.val_samples, wanted or classes, *shape, "synthetic")
+    if data.name == "synthetic":
+        shape = (data.channels or 3, typed or 32)
+        return DatasetFacts(data.samples, data.val_samples, wanted or 10, *shape, "synthetic")
     is_here = exist if data.name == "shards" else lambda root: Path(root).expanduser().is_dir()
-    if data.name in OWN_PHOTOS and data.root is not None and not is_here(str(data.root)):
+    stands_in = data.root is None and data.missing == "synthetic"  # a number of steps would be one of the stand-in's
+    if data.name in OWN_PHOTOS and (stands_in or (data.root is not None and not is_here(str(data.root)))):
         classes, channels, size = IMAGENET
-        if tasks.kind(recipe).reads == "values":
+        if not stands_in and tasks.kind(recipe).reads == "values":
             classes = 1
-        shape = (data.channels or channels, typed or size)
-        return DatasetFacts(None, None, wanted or classes, *shape, f"{data.root} is not on this machine")
+        note = "data.root=FOLDER counts them" if stands_in else f"{data.root} is not on this machine"
+        return DatasetFacts(None, None, wanted or classes, data.channels or channels, typed or size, note)
     if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
         recipe = recipe.replace(augment__crop="resized")
     found = open_datasets(recipe)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -113,27 +113,19 @@ class FakeModel:
     def _whole(self, rows: int, gradients: bool) -> Pass:
         """The whole model's pass on so many images. Gradients that do not exist already count as they are made."""
         with self._fake, self._shapes_suffice():
-            whole = _Running(self.model, self.in_precision)
-            return self._pass(whole, self._images(rows), gradients, last=True)
+            run = partial(self.in_precision, self.model)
+            return self._pass(self.model, run, self._images(rows), gradients, last=True)
 
-    def _pass(self, module: nn.Module, inputs: Tensor, gradients: bool, last: bool) -> Pass:
-        rows = len(inputs)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if gradients else None
-        grads = [p.grad for p in parameters if p.grad is not None]
-        spec = self._targets(self.images.example(rows))
+    def _pass(
+        self, module: nn.Module, run: Callable[[Tensor], Tensor], inputs: Tensor, gradients: bool, last: bool
+    ) -> Pass:
+        spec, rows = self._targets(self.images.example(len(inputs))), len(inputs)
         targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
 
-        def forward() -> Tensor:
-            out: Tensor = module(inputs)
+        def loss(out: Tensor) -> Tensor:
             return self.task.loss(out.float(), targets) if last else out
 
-        known = [*module.parameters(), *module.buffers(), *grads, inputs, targets]
-        measured = memory.measure(forward, known, self._cpu)
-        for leaf in (*parameters, inputs):
-            leaf.grad = None
-        return measured
+        return memory.of_module(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
@@ -159,10 +151,8 @@ class FakeModel:
 
     def forward_flops(self, rows: int) -> int:
         """Of one forward pass."""
-        counter = FlopCounterMode(display=False)
-        with self._fake, self._shapes_suffice(), torch.no_grad(), counter:
-            self.model(self._images(rows))
-        return int(counter.get_total_flops())
+        with self._fake, self._shapes_suffice():
+            return _counted(self.model, self._images(rows))[1]
 
     # Stages.
 
@@ -174,13 +164,10 @@ class FakeModel:
     def blocks(self, rows: int) -> list[BlockCost]:
         """Each block between neighbouring cuts: forward FLOPs, twice as many backward, and the bytes that go on."""
         costs, modules = [], self.traced.stages(self.traced.cuts)
-        with self._fake, self._shapes_suffice(), torch.no_grad():
+        with self._fake, self._shapes_suffice():
             travelling = self._images(rows)
             for block in modules:
-                counter = FlopCounterMode(display=False)
-                with counter:
-                    travelling = self.in_precision(block, travelling)
-                flops = float(counter.get_total_flops())
+                travelling, flops = _counted(partial(self.in_precision, block), travelling)
                 costs.append(BlockCost(flops, 2 * flops, size_of(travelling)))
         return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
 
@@ -191,15 +178,13 @@ class FakeModel:
             travelling = self._images(rows)
             for index, stage in enumerate(modules):
                 first, last = index == 0, index == len(modules) - 1
-                run: nn.Module = (
-                    Wire(stage, self._run_stage, first, last) if wired else _Running(stage, self._run_stage)
-                )
-                counter = FlopCounterMode(display=False)
-                with torch.no_grad(), counter:
-                    sent = run(travelling.detach())
+                run: Callable[[Tensor], Tensor] = partial(self._run_stage, stage)
+                if wired:
+                    run = Wire(stage, self._run_stage, first, last)
+                sent, flops = _counted(run, travelling.detach())
                 received = 0 if first else size_of(travelling)
-                measured = self._pass(run, travelling, gradients=True, last=last)._replace(received=received)
-                passes.append(StagePass(measured, size_of(sent), int(counter.get_total_flops())))
+                measured = self._pass(stage, run, travelling, gradients=True, last=last)._replace(received=received)
+                passes.append(StagePass(measured, size_of(sent), flops))
                 travelling = torch.empty_like(sent).requires_grad_()
         return passes
 
@@ -207,6 +192,14 @@ class FakeModel:
         run = anew(self.in_precision, [stage], random=False) if self.recipe.recompute else self.in_precision
         out: Tensor = run(stage, inputs)
         return out
+
+
+def _counted(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor, int]:
+    """The outputs and FLOPs of a forward pass."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        out = run(inputs)
+    return out, int(counter.get_total_flops())
 
 
 def _published(model: ModelRecipe) -> bool:
@@ -217,15 +210,3 @@ def _published(model: ModelRecipe) -> bool:
         return model.weights in torchvision.models.get_model_weights(model.name).__members__
     except ValueError:
         return False
-
-
-class _Running(nn.Module):
-    """A module that is run in a way of its own."""
-
-    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.stage, self._run = stage, run
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self._run(self.stage, inputs)
-        return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from trainer.commands.plan.planned_layout import Layout, lay_out
 from trainer.commands.plan.schedules import Cut
 from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.models.memory import Resident, held, room_in, saved_buffers
+from trainer.models.memory import Resident, fewest, held, room_in, saved_buffers
 from trainer.modes.dp import rows_of_devices
 from trainer.modes.fsdp_units import unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
@@ -102,8 +101,7 @@ def _of_shards(fake: FakeModel, layout: Layout, rows: int) -> Device:
         return _of_whole(fake, layout, rows)
     whole, images = fake.resident(fake.model), sum(fake.batch_bytes(rows))
     resident = Resident(*(-(-size // parts) for size in whole))._replace(buffers=whole.buffers)
-    offload = _is_offloaded(layout)
-    if offload:
+    if on_host(fake, layout):
         resident = Resident(0, 0, 0, saved_buffers(fake.model) * (whole.ema > 0), whole.buffers)
     stays = recipe.pieces > 1  # gradients, from one pass to the next
     rest, *units = unit_sizes(fake.model, units_of(fake.model))
@@ -115,17 +113,12 @@ def _of_shards(fake: FakeModel, layout: Layout, rows: int) -> Device:
     return Device("", *resident, images=images, activations=activations, peak=peak)
 
 
-def _is_offloaded(layout: Layout) -> bool:
-    """Whether shards are in the memory of the host and not of their device."""
-    sharded = layout.recipe.traits.exchanges == "shards"
-    return sharded and layout.recipe.fsdp.offload and layout.kind == "cuda"
-
-
 def on_host(fake: FakeModel, layout: Layout) -> int:
     """Bytes of each rank's shards in the host's memory; 0 where they are on the devices."""
-    whole = fake.resident(fake.model)
-    every = sum(whole) - whole.buffers
-    return -(-every // weight_shards(layout.recipe, layout.processes)) * _is_offloaded(layout)
+    recipe, whole = layout.recipe, fake.resident(fake.model)
+    if recipe.traits.exchanges != "shards" or not recipe.fsdp.offload or layout.kind != "cuda":
+        return 0
+    return -(-(sum(whole) - whole.buffers) // weight_shards(recipe, layout.processes))
 
 
 def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
@@ -222,15 +215,11 @@ def with_recompute(fake: FakeModel, layout: Layout, room: int | None) -> tuple[F
         check_processes(recipe, layout.processes)
         return FakeModel(recipe, fake.images, layout.kind, count), replace(layout, recipe=recipe)
 
-    def fit(count: int) -> bool:
-        devices = footprint(*planned(count))
-        return fits(devices, limit(devices, layout, room)) is not False
-
     if layout.recipe.recompute != "auto":
         return fake, layout
-    if layout.kind == "cpu" or not fake.runs or fit(0):
+    if layout.kind == "cpu":
         return planned(0)
-    return planned(1 + bisect_left(range(1, len(fake.runs)), True, key=fit))
+    return planned(fewest(len(fake.runs), lambda count: may_fit(*planned(count), room)))
 
 
 def without_recompute(fake: FakeModel, layout: Layout, cut: Cut | None) -> int | None:
@@ -248,6 +237,12 @@ def fits(devices: Sequence[Device], limit: Limit | None) -> bool | None:
     return None if limit is None else fullest(devices) <= limit.usable
 
 
+def may_fit(fake: FakeModel, layout: Layout, room: int | None) -> bool:
+    """Whether every device has room, or its memory is not known."""
+    devices = footprint(fake, layout)
+    return fits(devices, limit(devices, layout, room)) is not False
+
+
 def in_pieces(fake: FakeModel, layout: Layout, room: int | None) -> Layout:
     """With a number in place of accumulate=auto: the first that fits, as training finds it; the last where none does,
     and 1 where that is not known, as on the CPU."""
@@ -256,8 +251,7 @@ def in_pieces(fake: FakeModel, layout: Layout, room: int | None) -> Layout:
     chosen = replace(layout, recipe=layout.recipe.replace(accumulate=1))
     for number in piece_counts(layout.recipe, layout.data_shares) if layout.kind == "cuda" else ():
         chosen = replace(layout, recipe=layout.recipe.replace(accumulate=number))
-        devices = footprint(fake, chosen)
-        if fits(devices, limit(devices, chosen, room)) is not False:
+        if may_fit(fake, chosen, room):
             break
     return chosen
 

@@ -418,7 +418,7 @@ def test_nothing_readable_is_an_error_even_when_skipping(loading):
 
 def impatient(loader):
     """With timeout=2 from here on: a start may take longer on a busy machine."""
-    loader._train._readers._timeout = 2.0
+    loader._feeds[0]._readers._timeout = 2.0
 
 
 def test_a_worker_that_dies_is_named_in_bounded_time(loading):

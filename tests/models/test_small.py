@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.models.small import SMALL, Whitening, fast_cnn, resnet20
+from trainer.models.small import SMALL, Whitening, fast_cnn
 from trainer.models.zoo import build
 from trainer.recipe import ModelRecipe, known_names
 
@@ -33,7 +33,7 @@ def test_batch_norm_free_models_are():
     assert any(isinstance(m, nn.BatchNorm2d) for m in build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
 
 
-@pytest.mark.parametrize(("make", "size", "near"), [(resnet20, 0.27e6, 0.03), (fast_cnn, 1.97e6, 0.002)])
+@pytest.mark.parametrize(("make", "size", "near"), [(SMALL["resnet20"], 0.27e6, 0.03), (fast_cnn, 1.97e6, 0.002)])
 def test_models_have_their_papers_size(make, size, near):
     """Table 6 of arXiv:1512.03385, where projection shortcuts (option B) add 2,752; appendix A of arXiv:2404.00498."""
     assert sum(p.numel() for p in make(10, 3, 32).parameters()) == pytest.approx(size, rel=near)

@@ -129,7 +129,7 @@ WRONG = {
     "seed=9223372036854775808": "seed=9223372036854775808 below",
     # choices
     "mode=dpp": "mode=dpp single dp ddp split pipeline local_sgd hogwild mode=dp?",
-    "data.channels=2": "data.channels=2 1 3 null",
+    "data.channels=65": "data.channels=65 64",
     "resume=yes": "resume=true auto null",
     "pipeline.schedule=1F1B": "pipeline.schedule=1f1b?",
     "resume.weights_only=true": "resume= weights_only auto null",

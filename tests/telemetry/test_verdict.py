@@ -160,7 +160,7 @@ def test_a_gpu_that_waits_for_python_is_told(mode):
 
 def test_graphs_are_advised_where_the_recipe_can_have_them(monkeypatch):
     tried = []
-    monkeypatch.setattr(verdict, "_possible", lambda words, *_: tried.extend(words) or list(words))
+    monkeypatch.setattr(verdict, "possible", lambda words, *_: tried.extend(words) or list(words))
     for parts in (StepParts(1, launches=0.5), StepParts(1, launches_at_most=0.5)):
         assert judge(parts, RUN, load(None), GPU).overrides[0] == "graphs=true" and "graphs=true" in tried
     for parts in (StepParts(1), StepParts(1, launches_at_most=0.1), StepParts(1, data=0.4, launches=0.3)):

@@ -77,7 +77,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
     loader = Loader(data, recipe, task, strategy.share, world.device, world.place.local_size)
     forward = replayed(strategy, lambda line: say(line) if world.is_main else None)
-    forward.begin(loader.evaluation_batches)
+    forward.begin(len(loader.evaluation_spans))
     metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
     forward.close()
     skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())

@@ -96,10 +96,6 @@ class EncodedPhotos(ABC):
     def where(self, index: int) -> str:
         return os.path.join(self.root, self.name(index))
 
-    def listed(self) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """All names, concatenated, and where each ends."""
-        return self._names, self._ends
-
     def digest(self) -> str:
         """A hash of names and targets, which does not depend on where the folder is."""
         digest = hashlib.blake2b(self._names, digest_size=16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, on_device
-from trainer.data.photos.photo_reader import Key, PlainReader, Reader, Report, Unreadable
+from trainer.data.photos.photo_reader import Key, Reader, Report, Unreadable
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
@@ -102,12 +102,10 @@ def readers_of(
     datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, workers: int
 ) -> Workers | InProcess:
     """What reads batches of `rows` samples of all the sources, in so many workers; 0: this process."""
-    prepare = PlainReader if datasets.plain else Reader
-    skip = recipe.data.on_error == "skip"
 
     def readers(buffers: Buffers) -> list[Reader]:
         return [
-            prepare(source, buffers.inputs, buffers.labels, recipe.augment, recipe.seed, skip) for source in sources
+            Reader(source, buffers.inputs, buffers.labels, recipe, datasets.plain is not None) for source in sources
         ]
 
     def allocate(count: int) -> Buffers:
@@ -132,26 +130,20 @@ class PhotoFeed:
         self._copies = Copies(device)
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((images, labels) for images, labels, _ in self._read(self._training(epoch, batches)))
+        return ((images, labels) for images, labels, _ in self._read(self._keys(epoch, batches)))
 
     def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        return self._read(self._evaluation(spans))
+        return self._read(self._keys(None, [np.arange(*span) for span in spans]))
 
-    def prefetch_training(self, epoch: int, batches: Sequence[Array]) -> None:
-        """Read these as soon as workers have no other work."""
-        self._readers.prefetch(self._training(epoch, batches))
-
-    def prefetch_evaluation(self, spans: list[tuple[int, int]]) -> None:
-        self._readers.prefetch(self._evaluation(spans))
+    def prefetch(self, epoch: int | None, batches: Sequence[Array]) -> None:
+        """Read these as soon as workers have no other work; `epoch` is None for evaluation."""
+        self._readers.prefetch(self._keys(epoch, batches))
 
     def close(self) -> None:
         self._readers.close()
 
-    def _training(self, epoch: int, batches: Sequence[Array]) -> list[Key]:
+    def _keys(self, epoch: int | None, batches: Sequence[Array]) -> list[Key]:
         return [(self._part, epoch, index) for index in batches]
-
-    def _evaluation(self, spans: list[tuple[int, int]]) -> list[Key]:
-        return [(self._part, None, np.arange(*span)) for span in spans]
 
     def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
         filled = self._readers.read(keys)

@@ -148,14 +148,6 @@ class Loader:
         for made, (failures, uncached) in zip(self._feeds, counted, strict=False):
             made.failures, made.uncached = failures, uncached
 
-    @property
-    def _train(self) -> MemoryFeed | PhotoFeed:
-        return self._feeds[0]
-
-    @property
-    def _val(self) -> MemoryFeed | PhotoFeed:
-        return self._feeds[1]
-
     @cached_property
     def steps_per_epoch(self) -> int:
         """Raises RecipeError: too few training images (see the function)."""
@@ -167,13 +159,12 @@ class Loader:
 
         A share without inputs has none: the rank that needs the same images counts them.
         """
-        return len(self._train.failures) + len(self._val.failures) if self._share.inputs and self._share.counted else 0
+        return sum(len(feed.failures) for feed in self._feeds) if self._share.inputs and self._share.counted else 0
 
     @property
     def uncached(self) -> int:
         """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
-        feeds = self._feeds if self._share.inputs and self._share.counted else ()
-        return sum(feed.uncached for feed in feeds)
+        return sum(feed.uncached for feed in self._feeds) if self._share.inputs and self._share.counted else 0
 
     @property
     def workers(self) -> int | None:
@@ -200,9 +191,10 @@ class Loader:
         pieces = self._recipe.pieces
         indices = self._indices(epoch)
         steps, wanted = len(indices) // pieces, slice(start_step * pieces, stop_step and stop_step * pieces)
-        batches = self._train.training(epoch, indices[wanted])
-        if isinstance(self._val, PhotoFeed):
-            self._val.prefetch_evaluation(self.evaluation_spans)
+        train, val = self._feeds
+        batches = train.training(epoch, indices[wanted])
+        if isinstance(val, PhotoFeed):
+            val.prefetch(None, [np.arange(*span) for span in self.evaluation_spans])
         for n, ((images, labels), index) in enumerate(zip(batches, indices[wanted], strict=True)):
             step, piece = divmod(n, pieces)
             batch = self._batch(images, labels, index, epoch, start_step + step, piece)
@@ -235,13 +227,8 @@ class Loader:
         return sampling.balanced(recipe.seed, epoch, labels.numpy()[np.arange(len(part)) % rows], stride)
 
     @property
-    def evaluation_batches(self) -> int:
-        """Batches of one evaluation, the same on every share."""
-        return -(-len(self._datasets.val) // sum(self._every))
-
-    @property
     def evaluation_spans(self) -> list[tuple[int, int]]:
-        """Which held-out samples this share's batches of one evaluation hold, (start, stop)."""
+        """Which held-out samples this share's batches of one evaluation hold, (start, stop): as many on every share."""
         return sampling.evaluation_spans(len(self._datasets.val), self._every, self._share.index)
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
@@ -250,9 +237,10 @@ class Loader:
         With data.on_error=skip, `count` leaves out unreadable images, but not on a share that reads nothing. The first
         batches of the epoch `then` are prefetched.
         """
-        batches = self._val.evaluation(self.evaluation_spans)
-        if then is not None and isinstance(self._train, PhotoFeed):
-            self._train.prefetch_training(then, self._indices(then))
+        train, val = self._feeds
+        batches = val.evaluation(self.evaluation_spans)
+        if then is not None and isinstance(train, PhotoFeed):
+            train.prefetch(then, self._indices(then))
         for (images, labels, count), span in zip(batches, self.evaluation_spans, strict=True):
             yield Batch(self._inputs(images), self._targets(labels), count, self._samples(range(*span), count))
 
@@ -261,7 +249,7 @@ class Loader:
         if count == len(span):
             return span
         where = getattr(self._datasets.val, "where", None)
-        left_out = {path for path, _ in self._val.failures[count - len(span) :]}
+        left_out = {path for path, _ in self._feeds[1].failures[count - len(span) :]}
         samples = [sample for sample in span if where is not None and where(sample) not in left_out]
         return samples if len(samples) == count else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torchvision
@@ -24,7 +25,7 @@ def mlp(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
 
 
 def _convolutional(
-    num_classes: int, channels: int, image_size: ImageSize, norm: Callable[[int], nn.Module]
+    norm: Callable[[int], nn.Module], num_classes: int, channels: int, image_size: ImageSize
 ) -> nn.Module:
     """3x3 convolutions, each with a normalisation, the image halved between them; a fourth from 16 pixels on."""
     widths = (32, 64, 128) if min(sides(image_size)) < 16 else (32, 64, 128, 256)
@@ -34,14 +35,6 @@ def _convolutional(
         layers += [nn.MaxPool2d(2)] if width < widths[-1] else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         channels = width
     return nn.Sequential(*layers, nn.Linear(channels, num_classes))
-
-
-def cnn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    return _convolutional(num_classes, channels, image_size, nn.BatchNorm2d)
-
-
-def cnn_gn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    return _convolutional(num_classes, channels, image_size, lambda width: nn.GroupNorm(8, width))
 
 
 def vit_tiny(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
@@ -67,7 +60,7 @@ class SmallResNet(nn.Module):
     Depth is 6 x blocks + 2. Shortcuts that change shape are 1x1 convolutions (their option B).
     """
 
-    def __init__(self, blocks: int, num_classes: int, channels: int) -> None:
+    def __init__(self, blocks: int, num_classes: int, channels: int, image_size: ImageSize) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
@@ -76,12 +69,10 @@ class SmallResNet(nn.Module):
         for planes in (16, 32, 64):
             stage: list[nn.Module] = []
             for _ in range(blocks):
-                stride = 2 if planes != width else 1
-                shortcut = (
-                    nn.Sequential(nn.Conv2d(width, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
-                    if planes != width
-                    else None
-                )
+                stride, shortcut = 1, None
+                if planes != width:
+                    stride = 2
+                    shortcut = nn.Sequential(nn.Conv2d(width, planes, 1, 2, bias=False), nn.BatchNorm2d(planes))
                 stage.append(BasicBlock(width, planes, stride, shortcut))
                 width = planes
             stages.append(nn.Sequential(*stage))
@@ -95,14 +86,6 @@ class SmallResNet(nn.Module):
         """(N, C, H, W) -> (N, num_classes)."""
         out: Tensor = self.head(self.stages(self.stem(x)).mean((2, 3)))
         return out
-
-
-def resnet8(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    return SmallResNet(1, num_classes, channels)
-
-
-def resnet20(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    return SmallResNet(3, num_classes, channels)
 
 
 class Whitening(nn.Module):
@@ -158,9 +141,8 @@ def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: Im
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
-def fast_cnn(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    """As wide as published, for a GPU: 1.97 million weights. Images below 16 pixels have two blocks, not three."""
-    return _fast((64, 256, 256), num_classes, channels, image_size)
+# As wide as published, for a GPU: 1.97 million weights. Images below 16 pixels have two blocks, not three.
+fast_cnn = partial(_fast, (64, 256, 256))
 
 
 def fast_cnn_mirrored(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
@@ -168,19 +150,14 @@ def fast_cnn_mirrored(num_classes: int, channels: int, image_size: ImageSize) ->
     return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
 
 
-def fast_cnn_small(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    """Narrow enough for a CPU: three eighths of the arithmetic."""
-    return _fast((32, 128, 256), num_classes, channels, image_size)
-
-
 SMALL: dict[str, Builder] = {
     "mlp": mlp,
-    "cnn": cnn,
-    "cnn_gn": cnn_gn,
+    "cnn": partial(_convolutional, nn.BatchNorm2d),
+    "cnn_gn": partial(_convolutional, partial(nn.GroupNorm, 8)),
     "vit_tiny": vit_tiny,
-    "resnet8": resnet8,
-    "resnet20": resnet20,
+    "resnet8": partial(SmallResNet, 1),
+    "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
     "fast_cnn_mirrored": fast_cnn_mirrored,
-    "fast_cnn_small": fast_cnn_small,
+    "fast_cnn_small": partial(_fast, (32, 128, 256)),  # narrow enough for a CPU: three eighths of the arithmetic
 }

@@ -27,10 +27,6 @@ OLDER = {  # names in published files of DenseNet and ViT, and what torchvision 
 }
 
 
-class Unreadable(Exception):
-    """Why a model cannot read images of a size."""
-
-
 def names() -> list[str]:
     """All that there are."""
     return list(torchvision.models.list_models(module=torchvision.models))
@@ -42,7 +38,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: Ima
     Raises:
         RecipeError: other channels than 3 where inputs are transformed, or weights that are not published.
         SetupError: the weights cannot be fetched or read.
-        Unreadable: it cannot be made for images of that size.
+        AssertionError: it cannot be made for images of that size.
     """
     if channels != 3 and recipe.name in AUXILIARY:  # they mix the three into the weights' normalisation
         raise RecipeError(
@@ -55,7 +51,7 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: Ima
         try:
             return _reading(builder(num_classes=num_classes, **options, **quick), channels, started=False)
         except ValueError as error:  # MaxViT's windows
-            raise Unreadable(str(error)) from None
+            raise AssertionError(str(error)) from None
     weights = published(recipe)
     options = {} if recipe.name in AUXILIARY else options  # published files have the heads, which go afterwards
     model: Any = _started(builder, weights, options, recipe.weights)

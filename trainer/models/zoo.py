@@ -18,7 +18,6 @@ from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import freeze, head
 from trainer.models.shapes import without_values
 from trainer.models.small import SMALL, Builder
-from trainer.models.torchvision_zoo import Unreadable
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
 from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
@@ -92,7 +91,7 @@ def build(
         model = model.cpu() if any(part.is_cuda for part in (*model.parameters(), *model.buffers())) else model
         _check_kinds(model, recipe.name)
         out = _tried(model, channels, image_size, inputs)
-    except (Unreadable, AssertionError) as error:
+    except AssertionError as error:
         reason = " ".join(str(error).split())[:160]
         if inputs is not None:
             raise RecipeError(
@@ -150,7 +149,7 @@ def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: Imag
         except TypeError as error:
             if isinstance(image_size, int):
                 raise
-            raise Unreadable(f"its image_size is {image_size}, {error}") from None  # as of image_size**2
+            raise AssertionError(f"its image_size is {image_size}, {error}") from None  # as of image_size**2
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
     known = torchvision_zoo.names()
@@ -331,7 +330,7 @@ def _tried(model: nn.Module, channels: int, image_size: ImageSize, inputs: Tenso
                 f"the model's weights are {str(kind).removeprefix('torch.')}, and its inputs float32: give "
                 "model.float(); precision=bf16 or fp16 computes in less"
             ) from None
-        raise Unreadable(str(error)) from None
+        raise AssertionError(str(error)) from None
     except LookupError:  # as of a hook that keeps what it sees in the model, of which this is a copy
         return UNKNOWN
 

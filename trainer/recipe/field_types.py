@@ -33,13 +33,8 @@ def _count(value: Any) -> Any:
 
 
 def _cache(value: Any) -> Any:
-    if value in ("none", None):
-        return "off"
-    return {False: "off", True: "disk"}[value] if isinstance(value, bool) else value  # YAML's off and on
-
-
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # YAML's off
+    off = value in ("none", None) or value is False
+    return "off" if off else "disk" if value is True else value  # YAML's off and on
 
 
 def _names(value: Any) -> list[str]:
@@ -146,7 +141,9 @@ Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength"
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
-Check = Annotated[Literal["headers", "off"], BeforeValidator(_off)]
+Check = Annotated[
+    Literal["headers", "off"], BeforeValidator(lambda value: "off" if value is False else value)
+]  # YAML's off
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
 Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from trainer.devices.strain import Strain
@@ -179,12 +180,16 @@ def _balances(recipe: Recipe) -> list[str]:
 
 def _tried(recipe: Recipe, *words: str, by: str = ": ") -> str:
     """The words to try that a recipe can have, as an end of a sentence."""
-    possible = []
+    able = possible(words, recipe)
+    return f"{by}try {' or '.join(able)}" if able else ""
+
+
+def possible(words: Sequence[str], recipe: Recipe, fits: Callable[[Recipe], bool] = lambda _: True) -> list[str]:
+    """Those of the words, one or several settings each, that a recipe can have, and that make one that `fits`."""
+    able = []
     for word in words:
-        key, _, value = word.partition("=")
-        try:
-            recipe.replace(**{key.replace(".", "__"): word_value(key, value)})
-        except RecipeError:
-            continue
-        possible.append(word)
-    return f"{by}try {' or '.join(possible)}" if possible else ""
+        with suppress(RecipeError):
+            pairs = (setting.partition("=")[::2] for setting in word.split())
+            changed = recipe.replace(**{key.replace(".", "__"): word_value(key, value) for key, value in pairs})
+            able += [word] * fits(changed)
+    return able

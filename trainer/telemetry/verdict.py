@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-import yaml
-
-from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes, wider_batch
+from trainer.telemetry.symptoms import possible
 
 NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
 WORTH = 1.2  # times as fast that the cache has to make reading to be named
@@ -129,7 +127,13 @@ def judge(
     parts = shares(measured)
     largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     bound = largest if parts[largest] >= NAMED else "compute"
-    overrides = _possible(_advice(bound, measured, recipe, setting), recipe, setting)
+
+    def fits(changed: Recipe) -> bool:
+        """On as many processes, with as many images."""
+        check_processes(changed, setting.processes)
+        return setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size)
+
+    overrides = possible(_advice(bound, measured, recipe, setting), recipe, fits)
     told = dict(warnings or {})
     of_machine = {kind for kind in told if kind == "cores" or kind.startswith("rank ")}
     lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
@@ -222,9 +226,8 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
             return ["mode=pipeline"]
         cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
         words = cuts + micro if _uneven(measured.busy) else micro + cuts
-        waits = (
-            max(measured.launches, measured.launches_at_most) > shares(measured)["bubble"] * measured.step / 2
-        )  # for Python, most of it
+        launches = max(measured.launches, measured.launches_at_most)
+        waits = launches > shares(measured)["bubble"] * measured.step / 2  # for Python, most of it
         if gpu and processes == 1 and waits and setting.may_replay:
             return ["graphs=true", *(words or [larger])]
         return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
@@ -239,18 +242,3 @@ def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) 
     faster = [] if recipe.channels_last else ["channels_last=true"]
     faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and gpu else []
     return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
-
-
-def _possible(overrides: Sequence[str], recipe: Recipe, setting: Setting) -> list[str]:
-    """Those that the mode can have, on as many processes, with as many images."""
-    possible = []
-    for override in overrides:
-        try:
-            words = (word.partition("=") for word in override.split())
-            changed = recipe.replace(**{key.replace(".", "__"): yaml.safe_load(value) for key, _, value in words})
-            check_processes(changed, setting.processes)
-        except RecipeError:
-            continue
-        if setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size):
-            possible.append(override)
-    return possible

@@ -226,7 +226,7 @@ def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None)
     run.interrupts.beat()
     averages = run.state.averages()
     run.strategy.sync_weights(averages)
-    sync, begun, total = RankSync(run, 0), time.perf_counter(), run.loader.evaluation_batches
+    sync, begun, total = RankSync(run, 0), time.perf_counter(), len(run.loader.evaluation_spans)
 
     def boundary(done: int) -> None:
         run.interrupts.beat()

@@ -122,7 +122,7 @@ def test_failures_are_counted_when_their_batch_is_used(loading):
     for number in range(2):
         for _ in zip(loader.training(number), inline.training(number), strict=True):
             assert loader.skipped == inline.skipped
-        assert comes_true(loader._val._readers.ready)
+        assert comes_true(loader._feeds[1]._readers.ready)
         assert loader.skipped == inline.skipped
         for _ in zip(loader.evaluation(number + 1), inline.evaluation(), strict=True):
             assert loader.skipped == inline.skipped

@@ -26,7 +26,7 @@ from trainer.tasks.task import Reads
 SPLIT = "split"  # the column that says which set an image is in
 SEPARATOR = ";"  # between the classes of an image
 DIGITS = 10  # up to so many classes may have whole numbers as names, however few images there are
-BINARY = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}  # as pandas and R write them
+BINARY = {"true": "1", "false": "0", "1": "1", "0": "0", "1.0": "1", "0.0": "0"}  # as pandas and R write them
 
 Line = tuple[int, list[str]]  # its number and its cells
 
@@ -156,16 +156,13 @@ def targets_of(
 
 
 def _numbers(path: Path, row: Row) -> list[float]:
-    try:
-        numbers = [float(BINARY.get(cell.lower(), cell)) for cell in row.cells]
-    except ValueError:
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
+    cells = [BINARY.get(cell.lower(), cell) for cell in row.cells]
+    if not all(map(_is_number, cells)):
         raise SetupError(
             f"{path}, line {row.number}: {few(row.cells)} are not all numbers: write a dot before decimals "
             "and nothing between thousands, or choose columns, data.label_column=[A,B]"
         )
-    return numbers
+    return [*map(float, cells)]
 
 
 def read_lines(path: Path) -> tuple[list[str], list[Line]]:

@@ -18,15 +18,7 @@ from PIL import Image
 
 from trainer import tasks
 from trainer.data.encoded import EncodedPhotos, encoded, header_file
-from trainer.data.folders.layout import (
-    Before,
-    check_several,
-    classes_of,
-    held_out_of,
-    hold_out,
-    layout_of,
-    part_named,
-)
+from trainer.data.folders.layout import Before, check_several, classes_of, held_out_of, hold_out, layout_of, part_named
 from trainer.data.folders.scanning import LeftOut, few
 from trainer.data.photos.decoding import formats, reason
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out

@@ -100,8 +100,8 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
     except OSError as error:
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
     if others := [name for name in images if not name.lower().endswith(ARRAY)]:
-        for _ in images[len(others) :]:  # arrays beside photos are something else
-            left.other(ARRAY)
+        for name in {*images} - {*others}:  # arrays beside photos are something else
+            left.other(name)
         images = others
     return sorted(folders), sorted(images)
 

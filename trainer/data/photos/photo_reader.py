@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainer.data.photos.decoding import reason
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
-from trainer.recipe import AugmentRecipe
+from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
 TINY = 64  # images of this size and less are not cropped for evaluation
@@ -159,21 +159,15 @@ class Reader:
     It never raises for a sample: a worker's traceback is no message for a user.
     """
 
-    as_picture: Callable[[Tensor], Picture] = staticmethod(Picture.of)  # unless the source is a PictureSource
-
     def __init__(
-        self,
-        source: PhotoSource,
-        images: Tensor,
-        labels: Tensor,
-        augment: AugmentRecipe,
-        seed: int,
-        skip: bool,
+        self, source: PhotoSource, images: Tensor, labels: Tensor, recipe: Recipe, plain: bool = False
     ) -> None:
-        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers."""
-        self.source, self.images, self.labels = source, images, labels
-        self.augment, self.seed, self.skip = augment, seed, skip
+        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers; `plain` inputs, which
+        are no images, are buffered as the data set returns them."""
+        self.source, self.images, self.labels, self.plain = source, images, labels, plain
+        self.augment, self.seed, self.skip = recipe.augment, recipe.seed, recipe.data.on_error == "skip"
         self.channels = images.shape[-1]
+        self.size: Any = images.shape[2:4]  # of images
         self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
         self.pictures = source if isinstance(source, PictureSource) else None
 
@@ -189,10 +183,6 @@ class Reader:
             )
         return report._replace(uncached=self._uncached - before)
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.images.shape[2], self.images.shape[3]
-
     @cached_property
     def _generators(self) -> Generators:
         """The data set's own. First asked for in the process that reads, which has its own copy of them."""
@@ -203,12 +193,16 @@ class Reader:
         return int(getattr(self.source, "uncached", 0))
 
     def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> Report:
-        prepare = self._for_training(epoch, index)
+        draws = PhotoDraws(self.augment, self.seed, epoch, index)
         failures: list[Unreadable] = []
         for row, place in enumerate(index.tolist()):
-            image, label, failed = self._readable(place, epoch, partial(prepare, row))
-            failures += failed
-            if image is None:
+            # Where skipping is allowed, the next one that can be read takes the place of one that cannot.
+            for step in range(NEIGHBOURS if self.skip else 1):
+                image, label, failed = self._try(place + step, epoch, partial(draws.apply, row, size=self.size))
+                failures += failed if step == 0 else []
+                if image is not None:
+                    break
+            else:
                 return Report(0, failures, end=True)
             images[row] = image
             labels[row] = label
@@ -218,7 +212,7 @@ class Reader:
         failures: list[Unreadable] = []
         row = 0
         for sample in index.tolist():
-            image, label, failed = self._try(sample, 0, self._for_evaluation)
+            image, label, failed = self._try(sample, 0, partial(held_out, size=self.size))
             failures += failed
             if image is None:
                 if not self.skip:
@@ -231,52 +225,21 @@ class Reader:
         labels[row:] = labels[row - 1] if row else 0
         return Report(row, failures)
 
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
-        """From (row, image) to the buffer's layout."""
-        draws = PhotoDraws(self.augment, self.seed, epoch, index)
-        return lambda row, picture: draws.apply(row, picture, self.size).permute(1, 2, 0)
-
-    def _for_evaluation(self, picture: Picture) -> Tensor:
-        return held_out(picture, self.size).permute(1, 2, 0)
-
-    def _readable(
-        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
-    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
-        """The sample, prepared, or, where skipping is allowed, the next one that can be read."""
-        image, label, failures = self._try(place, epoch, prepare)
-        for step in range(1, NEIGHBOURS):
-            if image is not None or not self.skip:
-                break
-            image, label, _ = self._try(place + step, epoch, prepare)
-        return image, label, failures
-
     def _try(
         self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
     ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
-        """The sample at a place of the epoch's order, modulo the samples (`sampling.balanced`)."""
+        """The sample at a place of the epoch's order, modulo the samples (`sampling.balanced`), as it is buffered."""
         sample = place % len(self.source)
         try:
             if self.pictures is not None:
                 picture, label = self.pictures.open(sample, self.channels)
-                return prepare(picture), label, []
+                return prepare(picture).permute(1, 2, 0), label, []
             if self.draws:
                 self._generators.seed(seed_draws(self.seed, epoch, place))
             image, label = self.source.read(sample, self.channels)
-            return prepare(self.as_picture(image)), label, []
+            return image if self.plain else prepare(Picture.of(image)).permute(1, 2, 0), label, []
         except Exception as error:  # decoders and users' data sets raise anything at all
             return None, 0, [(self.source.where(sample), reason(error))]
-
-
-class PlainReader(Reader):
-    """For inputs that are not images: the buffer holds them as the data set returns them."""
-
-    as_picture = staticmethod(lambda inputs: Picture(0, 0, lambda _: inputs))
-
-    def _for_training(self, epoch: int, index: Array) -> Callable[[int, Picture], Tensor]:
-        return lambda row, picture: picture.decode(1)
-
-    def _for_evaluation(self, picture: Picture) -> Tensor:
-        return picture.decode(1)
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
@@ -285,9 +248,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
         return None
     mean, std = (torch.tensor(part)[:, None, None] for part in (datasets.mean, datasets.std))
     pixels = inputs.detach().float().cpu() * std + mean
-    return _visible((255 * pixels).round().clamp(0, 255).to(torch.uint8))
-
-
-def _visible(images: Tensor) -> Tensor:
-    """(n, C, H, W) -> (n, H, W, 1 or 3): the first three channels, or one of two."""
+    images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
+    # The first three channels, or one of two.
     return images[:, : 3 if images.shape[1] >= 3 else 1].permute(0, 2, 3, 1).contiguous()

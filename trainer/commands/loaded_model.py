@@ -28,7 +28,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.saving.run_names import newest_run, run_named
 
 AT_ONCE = 64  # images
-FORMS = "paths, Pillow images, uint8 arrays (H, W, C) and tensors (C, H, W) of 1 or 3 channels, or a list of them"
+FORMS = "paths, Pillow images, uint8 arrays (H, W, C) and tensors (C, H, W), or a list of them"
 Images = Any  # a path, a Pillow image, an array, a tensor, or a sequence of these
 
 
@@ -168,6 +168,9 @@ class LoadedModel:
     def _item(self, image: Tensor | np.ndarray[Any, Any]) -> Tensor:
         try:
             array = as_input(image) if isinstance(image, np.ndarray) else image
+            if array.dtype != torch.uint8:
+                kind = str(array.dtype).removeprefix("torch.")
+                raise TypeError(f"this one is {kind}: give its file's path, which is read as data.pixel_range says")
             channels = self._trained.preparation.channels
             if isinstance(image, np.ndarray) and channels not in (1, 3) and image.shape[2:] == (channels,):
                 array = array.movedim(-1, 0)

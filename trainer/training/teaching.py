@@ -38,10 +38,12 @@ def trained_teacher(recipe: Recipe, inputs: TensorSpec, outputs: int, starting: 
             return Trained.read(run_named(word))
         own = Recipe().replace(model={"name": word, "weights": "DEFAULT"}, data={"name": "imagefolder"})
         own = with_pretrained_input(own.replace(precision=recipe.precision))
+        known = (timm_zoo if word.startswith(TIMM) else torchvision_zoo).known_classes(own.model)
+        if known != outputs:
+            raise RecipeError(f"it knows {known:,} classes, and this run has {outputs}: give a teacher of the same")
         square = len({*inputs.shape[-2:]}) == 1
         size: ImageSize = inputs.shape[-1] if square else (inputs.shape[-2], inputs.shape[-1])
         weights = build(own.model, outputs, inputs.shape[0], size, starting).state_dict()
-        known = (timm_zoo if word.startswith(TIMM) else torchvision_zoo).known_classes(own.model)
         mean, std = statistics(tuple(own.data.mean or IMAGENET[0]), tuple(own.data.std or IMAGENET[1]), inputs.shape[0])
         told = {"classes": [*map(str, range(known))], "mean": mean, "std": std, "channels": len(mean)}
         told["image_size"] = size

@@ -130,7 +130,7 @@ def test_every_mode_has_a_line():
         (["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"], 2, "not a usable cut"),
         (["mode=pipeline", "nproc=64"], 2, "usable cuts"),
         (["model.num_classes=3"], 2, "the data has 10 classes"),
-        (["model.name=resnet18"], 2, "set data.channels=3"),
+        (["model.name=inception_v3"], 2, "set data.channels=3"),
         (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
         (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
         (["model.init_from=nowhere"], 4, "nowhere"),

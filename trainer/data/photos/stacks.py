@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from trainer.data.photos.pixel_range import PixelKind, Values, kind_of_values
+from trainer.recipe.field_types import MOST_CHANNELS
 
 LARGEST = 2**30  # bytes of an image file, and of its pixels
 NPY, TIFF = b"\x93NUMPY", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # what files begin with
@@ -41,6 +42,8 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
     if values.ndim != 3 or not values.size or values.nbytes > LARGEST:
         raise ValueError(f"its shape is {values.shape}, not height, width and channels")
     have = values.shape[2]
+    if have > MOST_CHANNELS:
+        raise ValueError(f"it has {have} channels, and {MOST_CHANNELS} are the most")
     if channels not in (None, have):
         raise ValueError(f"it has {have} channel{'s' * (have > 1)}: data.channels={have} reads it, {channels} does not")
     return values, kind_of_values(values), turned

@@ -132,8 +132,8 @@ class Standing(Part):
     """
 
     def facts(self) -> dict[str, Any]:
-        shares = {"numbers": self.state.strategy.share.numbers, "devices": self.world.devices}
-        shares["measured"] = self.recipe.shares == "auto"
+        measured, numbers = self.recipe.shares == "auto", self.state.strategy.share.numbers
+        shares = {"numbers": numbers, "devices": self.world.devices, "measured": measured}
         return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset, "shares": shares}
 
     def restore(self, saved: State) -> None:

@@ -23,6 +23,7 @@ from trainer.commands.plan import speed_probe
 from trainer.commands.prove import prove_probe
 from trainer.data import Batch
 from trainer.data.photos.copies import Copies
+from trainer.devices import health
 from trainer.devices.cuda_graphs import StepRecorder, seconds_between
 from trainer.devices.health import unfinished
 from trainer.models.balance import BlockCost, block_costs
@@ -329,6 +330,11 @@ def hung(machine):
     expect(unfinished([CARD, other], 10.0) is None)
 
 
+def compared(machine):
+    """How fast a card is beside others."""
+    expect(health.speed(CARD) > 0)
+
+
 def recorded(machine):
     """Work beside the current stream, recorded work between launched work, and the time that it takes."""
     recorder, x = StepRecorder(CARD), torch.zeros(3, device=CARD)
@@ -346,7 +352,7 @@ def recorded(machine):
 
 USES = {
     "devices/cuda_graphs.py": [recorded],
-    "devices/health.py": [hung],
+    "devices/health.py": [hung, compared],
     "models/balance.py": [costs],
     "data/photos/copies.py": [copied],
     "telemetry/clocks.py": [timed, communicated, probed, saved],

@@ -88,7 +88,7 @@ def test_an_error_in_the_start_up_is_an_end(tmp_path):
 def test_a_part_of_the_start_up_is_written_as_it_ends(tmp_path):
     recipe, ledger = load("digits", f"output={tmp_path / 'run'}"), Ledger("start-up: ranks")
     tracker = Tracker(recipe, RunFolder(recipe), ledger)
-    with Claim(None, tracker, {}, NOTHING_BEFORE, ledger).part("data"):
+    with Claim(None, tracker, {}, NOTHING_BEFORE, None, ledger).part("data"):
         pass
     [line], _ = read_journal(tmp_path / "run" / JOURNAL)
     assert [*line.seconds] == ["start-up: ranks", "start-up: data"]

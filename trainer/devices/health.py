@@ -48,6 +48,7 @@ def speed(device: torch.device) -> float:
 
     matrix, best = torch.ones(1024, 1024, device=device), 0.0
     for power in range(8):
+        torch.cuda.synchronize(device)
         begun = time.perf_counter()
         for _ in range(2**power):
             torch.mm(matrix, matrix)

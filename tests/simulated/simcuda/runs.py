@@ -35,6 +35,7 @@ logging.progress=false logging.tensorboard=false"""
 MEASURING = frozenset(
     {
         "models.balance._clock",
+        "devices.health.speed",
         "telemetry.clocks.Ledger.span",
         "commands.plan.speed_probe._whole.<locals>.timed",
         "commands.prove.prove_probe.bare",

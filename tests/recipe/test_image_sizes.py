@@ -163,7 +163,7 @@ def test_models_of_squares_are_told_a_size_that_works(name, size, works):
 
 
 def test_timms_models_take_them_or_are_told_a_size():
-    pytest.importorskip("timm")
+    pytest.importorskip("timm", reason="pip install timm")
     with torch.device("meta"):
         for name, size in (
             ("vit_tiny_patch16_224", (64, 96)),

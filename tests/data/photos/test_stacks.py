@@ -55,7 +55,7 @@ def read(path, channels=CHANNELS, pixel_range=None):
 @pytest.mark.parametrize("layout", ["contig", "separate", "pages"])
 @pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
 def test_arrays_and_tiffs_have_the_same_pixels(tmp_path, dtype, layout):
-    tifffile = pytest.importorskip("tifffile")
+    tifffile = pytest.importorskip("tifffile", reason="pip install tifffile")
     scale = {"uint8": 255, ">u2": 65535, "float32": 1}[dtype]
     image = (scale * waves(0, 1)).astype(dtype)
     np.save(tmp_path / "a.npy", image)
@@ -73,7 +73,7 @@ def test_arrays_and_tiffs_have_the_same_pixels(tmp_path, dtype, layout):
 
 
 def test_a_tiff_is_turned_and_one_of_several_sizes_is_refused(tmp_path):
-    tifffile = pytest.importorskip("tifffile")
+    tifffile = pytest.importorskip("tifffile", reason="pip install tifffile")
     image = (255 * waves(0, 1)).astype(np.uint8)
     tifffile.imwrite(
         tmp_path / "a.tif", image, photometric="minisblack", planarconfig="contig", extratags=[(274, "H", 1, 6, True)]

@@ -178,8 +178,6 @@ def settled(words, monkeypatch, tuned=()):
 
     def build(resolved):
         recipe = resolved.recipe
-        if recipe.recompute == "auto":  # which the whole batch needs, and pieces of it do not
-            recipe = recipe.replace(recompute=recipe.pieces == 1)
         strategy = SimpleNamespace(tuned=dict(tuned), share=share)
         tracker = SimpleNamespace(journal=SimpleNamespace(last_end=None))
         built.append(SimpleNamespace(recipe=recipe, resolved=resolved, strategy=strategy, world=world, tracker=tracker))
@@ -190,12 +188,6 @@ def settled(words, monkeypatch, tuned=()):
     monkeypatch.setattr(choosing, "_load", lambda run, rows, passes: tried.append(rows) or rows / 8)
     resolved = Resolved(load(None, *words), None, None, world, share, 1, None, None, {}, False, False)
     return choosing.fewest(build, resolved), tried
-
-
-def test_blocks_are_computed_anew_as_in_the_passes_that_fitted(monkeypatch):
-    words = ["mode=ddp", "batch_size=32", "accumulate=auto", "recompute=auto"]
-    run, tried = settled(words, monkeypatch)
-    assert tried == [4, 8] and run.recipe.accumulate == 2 and run.recipe.recompute is True
 
 
 def test_a_number_is_kept_for_the_same_activations_and_shares(monkeypatch):

@@ -182,7 +182,8 @@ def fill(folder, kind, size, trained):
             checkpoint.load(path)
         assert not list(run.glob("checkpoints/*.tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=256m", folder], check=True)
-        again = tidy(trainer(*words, *([] if kind == "predict" else ["resume=auto"]), timeout=600), {0})
+        refused = kind == "predict" and not done.returncode  # there was room: the folder holds predictions
+        again = tidy(trainer(*words, *([] if kind == "predict" else ["resume=auto"]), timeout=600), {8 * refused})
         if kind == "predict":
             rows = (run / "predictions.csv").read_text().splitlines()
             assert len(rows) == 361, again.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torchvision
@@ -14,7 +15,7 @@ from torchvision.models.resnet import BasicBlock
 
 from trainer.recipe.image_sizes import ImageSize, sides, square
 
-Builder = Callable[[int, int, ImageSize], nn.Module]  # of (num_classes, channels, image_size)
+Builder = Callable[[int, int, Any], nn.Module]  # of (num_classes, channels, image_size: an int, or height and width)
 
 
 def mlp(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:

@@ -59,7 +59,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     if recipe.shares == "auto" or (recipe.shares is not None and world.size == 1):
         raise RecipeError(
             f"{word_of('shares', recipe.shares)}: evaluate divides images among torchrun's processes by numbers, as in "
-            "shares=[3, 1]; type shares=null"
+            "shares=[3,1]; type shares=null"
         )
     rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
     augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed

@@ -63,8 +63,12 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
     sharded = layout.recipe.traits.exchanges == "shards"
     every = layout.shares or [layout.rows] * len(layout.devices)
     held = {rows: (_of_shards if sharded else _of_whole)(fake, layout, rows) for rows in {*every}}
-    with_teacher = {n: replace(d, teacher=fake.teacher, peak=d.peak + fake.teacher) for n, d in held.items()}
-    return [replace(with_teacher[rows], device=name) for name, rows in zip(layout.devices, every, strict=True)]
+    return [_taught(fake, held[rows], name) for name, rows in zip(layout.devices, every, strict=True)]
+
+
+def _taught(fake: FakeModel, device: Device, name: str) -> Device:
+    """With the weights of the teacher, under its name."""
+    return replace(device, device=name, teacher=fake.teacher, peak=device.peak + fake.teacher)
 
 
 def _of_whole(fake: FakeModel, layout: Layout, rows: int) -> Device:
@@ -127,8 +131,7 @@ def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        device = _of_whole(fake, layout, layout.rows)
-        return [replace(device, device="cpu", teacher=fake.teacher, peak=device.peak + fake.teacher)]
+        return [_taught(fake, _of_whole(fake, layout, layout.rows), "cpu")]
     resident, devices, all_rows = fake.resident(fake.model), [], layout.rows
     for name, rows in zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False):
         activations = fake.whole(rows, gradients=True).peak

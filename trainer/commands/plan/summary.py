@@ -106,7 +106,7 @@ def summarise(
         "prediction": prediction,
         "predicted_samples_per_sec": None if prediction is None else prediction["samples_per_sec"],
         "commands": commands(recipe, layout, words),
-        "needs_folder": recipe.data.name in OWN_PHOTOS and recipe.data.root is None,
+        "needs_folder": needs_folder(recipe),
         "assumptions": [*_assumptions(fake, layout, images, auto), *(predicted.assumptions if predicted else ())],
         "modes": [_mode(fake, mode, laid_out, room) for mode, laid_out in modes.items()] if every else None,
     }
@@ -146,10 +146,15 @@ def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: 
     }
 
 
+def needs_folder(recipe: Recipe) -> bool:
+    """Whether training needs images that the words do not name yet; it would measure its speed on others."""
+    return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
+
+
 def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
     """What to type: with a launcher of ours, and under torchrun where there are several processes."""
     typed = list(words) or words_of(recipe)
-    if recipe.data.name in OWN_PHOTOS and recipe.data.root is None:  # else it measures its speed on others
+    if needs_folder(recipe):
         typed.append("data.root=FOLDER")
     base = "-m trainer " + shlex.join(typed)
     if layout.processes == 1:

@@ -52,8 +52,9 @@ class ShareWatch:
         typical = _typical(self._measured)
         self._restart()
         wanted = self._wanted(typical, rows, divide)
-        self.rounds = self.rounds - 1 if gain(typical, rows, wanted) >= NOISE else 0
-        return wanted if gain(typical, rows, wanted) >= NOISE else None
+        pays = gain(typical, rows, wanted) >= NOISE
+        self.rounds = self.rounds - 1 if pays else 0
+        return wanted if pays else None
 
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
         """Other rows than the present ones, where most windows since the last answer ask for them; else None."""

@@ -113,11 +113,11 @@ def to_go_on(run: Run, error: BaseException, since: float) -> Recipe | None:
 
     `since`: the time.monotonic() at which it did so before.
     """
-    path, counts = run.tracker.path, possible(run.resolved)
+    path = run.tracker.path
     short = isinstance(error, DeviceMemoryError) and KEPT in run.strategy.tuned and run.world.size == 1
     if not short or path is None or time.monotonic() - since < AGAIN:
         return None
-    if (number := twice(counts, run.recipe.pieces)) is None:
+    if (number := twice(possible(run.resolved), run.recipe.pieces)) is None:
         return None
     step, saved = run.state.position.step, "its newest checkpoint"
     run.state.optimizer.zero_grad()

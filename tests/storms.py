@@ -103,6 +103,7 @@ class Job:
         self.begun = time.monotonic()
         self.rows = len(steps(folder)) if (folder / "steps.csv").exists() else 0
         self.attempts = self._count(folder / "journal.jsonl", 0)
+        self.unfinished = self._unfinished()  # checkpoints that the one before it began
         kernels = {"TORCHINDUCTOR_CACHE_DIR": str(folder.with_name(self.mark))} if "compile=true" in words else {}
         before = ["-m"]
         if torchrun:  # the user's own
@@ -148,7 +149,7 @@ class Job:
 
     def wait_for(self, phase: str, dice: random.Random) -> str | None:
         """Until a moment of this phase; what it was, or None when the job ended before."""
-        log, checkpoints = self.folder / "steps.csv", self.folder / "checkpoints"
+        log = self.folder / "steps.csv"
         delay = dice.uniform(0, 4)
         target = dice.randint(1, 45)
         pause = dice.uniform(0, {"loading": 0.3, "measured": 1.0, "compiled": 12.0}.get(phase, 0.05))
@@ -160,7 +161,7 @@ class Job:
             "compiled": lambda: "trainer 0.1.0" in self.text(),
             "steps": lambda: self._count(log) >= self.rows + target,
             "evaluation": lambda: self._count(log) % 22 == 0 and self._count(log) > self.rows,
-            "saving": lambda: checkpoints.is_dir() and any(".tmp-" in name for name in os.listdir(checkpoints)),
+            "saving": lambda: self._unfinished() - self.unfinished,
             "end": lambda: self._count(log) >= 6 * 22 > self.rows,
         }[phase]
         deadline = self.begun + 120 * slack()
@@ -171,6 +172,9 @@ class Job:
             time.sleep(0.002)
         time.sleep(0 if phase in ("start-up", "steps", "saving") else pause)
         return f"{time.monotonic() - self.begun:.2f} s, {self._count(log)} rows"
+
+    def _unfinished(self) -> set[Path]:
+        return {*(self.folder / "checkpoints").glob("*.tmp-*")}
 
     @staticmethod
     def _count(log: Path, head: int = 1) -> int:
@@ -282,8 +286,8 @@ def check(hit: Hit, job: Job) -> None:
     if code == 143 and Job._count(job.folder / "steps.csv") != job.rows:  # what it trained is kept
         trained, saved = int(steps(job.folder)[-1]["step"]), max((job.folder / "checkpoints").glob("step-????????"))
         assert trained == int(saved.name[5:]), (trained, saved, hit.output)
-    if name == "stop" and code == 7:
-        assert f"{hit.victim} was silent for {TIMEOUT} s: it is stopped" in hit.output, hit.output
+    if name == "stop" and code == 7:  # a rank that lost one of the others first cannot say for how long
+        assert re.search(rf"{hit.victim}( was silent for {TIMEOUT} s)?: it is stopped", hit.output), hit.output
     assert not orphaned_blocks(job.blocks)
 
 

@@ -32,9 +32,9 @@ from tests.data.archives.making import parquet, tarred
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
 from trainer.commands import export
-from trainer.data import class_names
 from trainer.data import registered as registered_sets
 from trainer.data.archives import opening as shards_opening
+from trainer.data.folders import layout
 from trainer.data.photos import decoding
 from trainer.errors import SetupError
 from trainer.models.small import fast_cnn
@@ -377,8 +377,8 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "orientation": ("pillow_items", registered_sets, "from_item", not_turned),
     "transparency": ("pillow_items", registered_sets, "from_item", on_black),
     "cut": ("arrays", registered_sets, "centre_cut", squashed),
-    "outermost folder": ("tar_of_folders", shards_opening, "shared_depth", innermost),
-    "Unicode": ("table", class_names, "class_name", str),
+    "outermost folder": ("tar_of_folders", shards_opening, "_shared_depth", innermost),
+    "Unicode": ("table", layout, "class_name", str),
 }
 
 

@@ -9,7 +9,7 @@ from tests.data.archives.conftest import kept  # noqa: F401
 from tests.data.archives.making import in_folders, jpeg, opened, parquet, tarred
 from tests.data.photo_folders import opened as opened_folder
 from tests.data.photo_folders import photo
-from trainer.data.class_names import class_names
+from trainer.data.folders.layout import class_names
 from trainer.errors import SetupError
 from trainer.models import zoo
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.telemetry import dashboards
+from trainer.telemetry import events
 
 LOGGED = ["train/loss", "train/lr", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec", "speed/step_ms"]
 LOGGED += ["speed/data_wait_pct", "speed/val_samples_per_sec", "memory/peak_gib/cpu", "pipeline/bubble_pct"]
@@ -11,13 +11,13 @@ FIRST = ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val
 
 @pytest.mark.parametrize(("metric", "first"), [("top1", FIRST), ("loss", [*FIRST[:2], *FIRST[3:]])])
 def test_learning_and_speed_come_first_and_memory_last(metric, first):
-    found = dashboards.arranged({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
+    found = events.arranged({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(found)))  # as TensorBoard makes and sorts them
     assert groups == ["overview", "speed", "train", "val", "z_memory", "z_pipeline"]
     assert [tag.removeprefix("overview/") for tag in sorted(found) if tag.startswith("overview/")] == first
     assert found["overview/1_train_loss"] == found["train/loss"] == 0.0
     assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(found)
-    assert dashboards.arranged({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, "nothing is made up"
+    assert events.arranged({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, "nothing is made up"
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_learning_and_speed_come_first_and_memory_last(metric, first):
      ("z_pipeline/bubble_pct", False)],
 )  # fmt: skip
 def test_which_values_an_epochs_end_logs(tag, again):
-    assert bool(dashboards.AT_END.match(tag)) is again
+    assert bool(events.AT_END.match(tag)) is again

@@ -14,7 +14,7 @@ from trainer.recipe import load
 from trainer.recipe.checks import check_processes, piece_counts
 from trainer.recipe.shares import given
 from trainer.saving import checkpoint
-from trainer.training import pieces as choosing
+from trainer.training import memory_needs as choosing
 from trainer.training.state import Resolved
 
 DATA = ["data.name=synthetic", "data.samples=64", "data.val_samples=24", "data.image_size=8", "data.channels=1"]

@@ -39,7 +39,7 @@ COMMANDS = {
     "evaluate": Command(words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True),
     "export": Command("trainer.commands.export", wants=("RUN", "format=onnx"), alone=True),
     "runs": Command("trainer.commands.runs"),
-    "cache": Command("trainer.data.cache.cache_command", alone=True),
+    "cache": Command("trainer.data.cache.homes", alone=True),
     "doctor": Command("trainer.commands.doctor"),
     "prove": Command("trainer.commands.prove", alone=True),
     "submit": Command(

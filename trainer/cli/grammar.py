@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trainer.cli import predict_words
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
@@ -17,6 +17,7 @@ from trainer.recipe.key_reference import keys
 from trainer.recipe.other_names import advice_on
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import nearest
+from trainer.saving.run_names import HOME, is_run
 
 FLAGS = ("--json",)  # ours, which have no value
 
@@ -59,7 +60,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         raise _to_type(command)
     taken = spelled(rest)
     if command == "predict":
-        taken = predict_words.sorted_out(taken)
+        taken = sorted_out(taken)
     return command, [word for place, word in enumerate(taken) if "=" not in word or word not in taken[:place]]
 
 
@@ -85,6 +86,40 @@ def spelled(words: Sequence[str]) -> list[str]:
         else:
             raise RecipeError(f"{word}: {name} is not a key; {advice_on(name, [*defaults(), *OWN_WORDS])}")
     return taken
+
+
+def sorted_out(words: Sequence[str]) -> list[str]:
+    """The words of `predict`: the run among them as `checkpoint=`, and paths that hold a "=" so that they are no key.
+
+    Raises:
+        RecipeError: a word means two things or nothing, or two are runs.
+    """
+    taken = [_sorted_out(word) for word in words]
+    runs = list(dict.fromkeys(word.partition("=")[2] for word in taken if word.startswith("checkpoint=")))
+    if len(runs) > 1:
+        raise RecipeError(f"{runs[0]} and {runs[1]} are both runs: type one of them, as in predict {runs[0]} photo.jpg")
+    return taken
+
+
+def _sorted_out(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    path = os.path.expanduser(word)
+    there = os.path.lexists(path)
+    ours = key in defaults() or key in COMMANDS["predict"].words
+    if word.startswith("-") or (equals and (ours or (not there and os.sep not in key))):
+        return word
+    below = os.path.join(HOME, word)
+    run_here, run_below = is_run(path), is_run(below)
+    if run_below and there and not run_here:
+        raise RecipeError(f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the run")
+    if run_here or run_below:
+        return f"checkpoint={word}"
+    if not there:
+        raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name")
+    run = next(glob.iglob(os.path.join(glob.escape(path), "*", "recipe.yaml")), None)
+    if run is not None:
+        raise RecipeError(f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg")
+    return os.path.join(".", word) if "=" in word.split(os.sep)[0] else word
 
 
 def _to_type(command: str) -> RecipeError:

@@ -23,7 +23,7 @@ from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.saving import files
 from trainer.saving.files import csv_text, portable
-from trainer.telemetry.progress import Progress
+from trainer.telemetry.tracking import Progress
 
 SKIPPED_FILE = "skipped.csv"  # of a run folder: the damaged photos
 HEADER = ("file", "split", "reason")

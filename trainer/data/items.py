@@ -91,6 +91,7 @@ def counted_names(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, T
 
 
 def numbers(count: int) -> tuple[str, ...]:
+    """Names for classes of which only the number is known."""
     return tuple(map(str, range(max(1, count))))
 
 

@@ -37,6 +37,7 @@ from trainer.processes.terminal import as_typed
 from trainer.processes.watchdog_process import GIVEN_UP
 
 SMALLER = "the next attempt takes more pieces"  # in the line of a run that memory does not end for good
+SMALLER_AFTER = 60.0  # seconds that a run trains before it takes smaller pieces once more: else they do not help
 KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
 CAUSES = {  # what may be behind a signal that nobody sent on purpose
     "SIGKILL": " (the system may be short of memory)",

@@ -1,7 +1,8 @@
 """Where the ranks come from: this process, a torchrun that the user started, or one that we start.
 
 There is one launcher, torch's own; `start` calls it within this process, so that the exit code and the line of the rank
-that failed reach the user unchanged. Nothing here imports torch before it starts something.
+that failed reach the user unchanged. Its ranks are forked, in milliseconds, from a server that has imported torch and
+all of this once. Nothing here imports torch before it starts something.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
-from trainer.launch import endings, ranks
-from trainer.launch.endings import Ending
+from trainer.launch import endings
+from trainer.launch.endings import SMALLER, SMALLER_AFTER, Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
-from trainer.processes import early, family, fork_server, interrupts, resources
-from trainer.processes.rank import check_meeting, elastic_nodes, place
+from trainer.processes import early, family, faults, fork_server, interrupts, resources
+from trainer.processes.rank import LAUNCHER, check_meeting, elastic_nodes, place
 from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
-MINUTE = 60.0  # seconds after which ranks that ran out of memory are started in smaller pieces once more
+MAIN = "trainer.__main__"
 EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
 
 
@@ -129,7 +131,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     # torchrun would set 1, which could not be distinguished from the user's own 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_process(recipe, launch.nproc)))
-    ranks.start_server()
+    start_server()
     loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
     from torch.distributed import run
@@ -165,7 +167,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
             ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
             if ending is None:
                 return 0
-            short = endings.SMALLER in ending.line and launch.nnodes == 1 and time.monotonic() - since > MINUTE
+            short = SMALLER in ending.line and launch.nnodes == 1 and time.monotonic() - since > SMALLER_AFTER
             if not short and (ending.code != PeerError.code or lost == max_restarts):
                 endings.say(ending.line, ending.code)
                 return ending.code
@@ -185,13 +187,13 @@ def _attempt(
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    ranks.start_server()  # again, where it was killed
+    start_server()  # again, where it was killed
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
         meeting = uuid.uuid4().hex if launch.nnodes == 1 else "trainer"
         forked = [f"--rdzv_id={meeting}", "--start_method=forkserver", f"--log_dir={logs}", "trainer"]
         config, *_ = run.config_from_args(run.parse_args([*arguments, *forked]))  # type: ignore[no-untyped-call]
         with explain_delay(lambda: _missing_nodes(launch, timeout, Path(logs))):
-            launcher = elastic_launch(config, ranks.run_rank)
+            launcher = elastic_launch(config, run_rank)
             return _ending(lambda: launcher({**os.environ}, restarts, *words), Path(logs), launch)
 
 
@@ -243,3 +245,32 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         where = f"{launch.master_addr}:{launch.master_port}"
         raise SetupError(f"the nodes cannot connect at {where}: {str(error).splitlines()[0]}") from None
     return None
+
+
+def start_server() -> None:
+    """Start the server, which imports beside this process. Its libraries see the environment as it is now."""
+    fork_server.context(MAIN, "trainer.training.loop", "torch.utils.tensorboard")
+
+
+def run_rank(environment: Mapping[str, str], restarts: int, *words: str) -> None:
+    """Be a rank, as `python -u -m trainer words...` is. Where that fails this process ends with its exit code.
+
+    Args:
+        environment: the launcher's, to which torch's launcher has added what makes this a rank.
+        restarts: how often our launcher has started these ranks again.
+    """
+    early.install_handlers()
+    for name in environment.keys() - os.environ.keys():
+        os.environ[name] = environment[name]
+    os.environ[LAUNCHER] = environment[family.PARENT]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    importlib.reload(faults)  # which looks at the environment once
+    fork_server.begin_rank()
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"{family.RANK_NAME}{os.environ['RANK']}")
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(write_through=True)
+    sys.argv[1:] = words
+    importlib.import_module(MAIN).main()

@@ -29,6 +29,10 @@ from trainer.saving.journal import JOURNAL
 # Keys of data that a run settles before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 LOCK = ".lock"  # its file names the job that holds the folder, or held it last
+WRITTEN = (  # what a run that saved nothing leaves, beside its journal
+    "recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json", "skipped.csv",
+    "worst.csv", "timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt", "wandb.json", "mlflow.json",
+)  # fmt: skip
 
 
 class NullFolder:
@@ -148,9 +152,7 @@ class RunFolder(NullFolder):
 
         With resume=auto that is another attempt of the same run, which the journal counts.
         """
-        written = ["recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json"]
-        written += ["skipped.csv", "worst.csv", "timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt"]
-        written += ["wandb.json", "mlflow.json", *([JOURNAL] if resume is None else [])]
+        written = (*WRITTEN, JOURNAL) if resume is None else WRITTEN
         for path in (path for pattern in written for path in self.path.glob(pattern)):
             with suppress(OSError):
                 path.unlink()

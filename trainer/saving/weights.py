@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -29,18 +29,29 @@ def save_weights(
     Raises:
         DiskFullError, SetupError: as `commit`; the file that was there before is intact.
     """
+    write_whole(path, serialised(tensors, {"format": "pt", **metadata}), "weights", check=check)
+
+
+def write_whole(
+    path: Path,
+    content: Iterable[memoryview],
+    where: str,
+    again: str = "resume=auto",
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a file, and only then give it its name. `where` is for faults; `again` and `check` as of `writing` and
+    `commit`, which say what is raised."""
     draft = path.with_name(f".{path.name}.tmp")
-    with writing(path.parent):
+    with writing(path.parent, again):
         remove(draft)  # of a writer that died, or whatever else has the name
         try:
-            write_synced(draft, serialised(tensors, {"format": "pt", **metadata}), "weights")
-            fault_point("rename", "weights")
+            write_synced(draft, content, where)
+            fault_point("rename", where)
             check()
             put(draft, path)
             sync(path.parent)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+        finally:
+            remove(draft)
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

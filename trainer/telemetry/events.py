@@ -1,4 +1,8 @@
-"""TensorBoard's event files: written by the thread that has the values, read with limits.
+"""TensorBoard: which charts of a run it shows first, and its event files, written by the thread that has the values and
+read with limits.
+
+It sorts groups of tags by name. Time Series, its first page, opens the first two, Scalars the first three. So what
+everybody looks for is repeated in a group that sorts first, and what few look at moves to groups that sort last.
 
 torch's own writer hands values to a thread, which reopens the file by its name for every block: a full disk or a folder
 that was removed then ends in that thread's traceback, late. Here it is an error of the line that logs.
@@ -16,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.saving.files import AppendFile, draft_of, opened, put, set_aside, why
-from trainer.telemetry.dashboards import AT_END
 
 if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
     from trainer.saving.checkpoint import Position
@@ -24,6 +27,33 @@ if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
+FIRST, LAST = "overview/", "z_"
+_MOVED = ("memory/", "pipeline/")  # to the end
+# What a run that is continued within an epoch logs anew at its end.
+AT_END = re.compile(
+    r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
+)
+PICTURES = ("batch as the model sees it", "confusion matrix")
+
+
+def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
+    speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
+    wanted = ("train/loss", "val/loss", f"val/{metric}", *speed)
+    # Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common.
+    short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
+    front = dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
+    moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
+    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
+
+
+def image(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
+    """A picture (PNG or JPEG) of (width, height), one of PICTURES; TensorBoard sorts them by their tags."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    width, height = size
+    picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
+    return Summary(value=[Summary.Value(tag=f"view/{PICTURES.index(name) + 1} {name}", image=picture)])
 
 
 class Events(AppendFile):

@@ -22,12 +22,12 @@ from trainer.saving.journal import OTHER, Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.dashboards import arranged
-from trainer.telemetry.events import Events, trim_events
+from trainer.telemetry.events import Events, arranged, trim_events
 from trainer.telemetry.loggers import Loggers
-from trainer.telemetry.readable import columns, titled
+from trainer.telemetry.readable import columns, duration, titled
 
 LIVE, LOGGED = 0.2, 60.0  # seconds between two states of the live line; between two lines where there is none
+SECONDS, BAR = 10.0, 0.5  # between two lines before the first step, or two moves of a bar
 NARROW = 8  # characters of a column
 
 
@@ -226,3 +226,41 @@ def bar_kind() -> Any:
         widgets = getattr(notebook, "IProgress", None) is not None  # ipywidgets is there
         return notebook.tqdm if widgets else tqdm
     return tqdm if rewrites(sys.stderr) else None
+
+
+class Progress:
+    """Of work before the first step: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, show: bool, what: str, unit: str, first: float = SECONDS) -> None:
+        """`what` is done with `total` things, each a `unit`; lines begin after `first` seconds."""
+        bar = bar_kind() if show else None
+        self._bar = bar(total=total, unit=unit, desc=what, leave=False) if bar else None
+        self._show, self._total, self._done = show, total, 0
+        self._what, self._unit = what, unit
+        self._start = time.monotonic()
+        self._next = self._start + first
+
+    def more(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.left(self._total - self._done - count)
+
+    def due(self) -> bool:
+        """Whether `left` would be seen."""
+        return self._show and time.monotonic() >= self._next
+
+    def left(self, count: int) -> None:
+        """So many are missing."""
+        new, self._done = self._total - count - self._done, self._total - count
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(new)
+            self._next = now + BAR
+        elif self._show and now >= self._next and self._done and count:
+            self._next = now + SECONDS
+            seconds = count * (now - self._start) / self._done
+            done = f"{self._done:,} of {self._total:,} {self._unit}s"
+            print(f"  {self._what}: {done}, about {duration(seconds)} left", flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.data import Batch, as_pictures
 from trainer.errors import TrainerError, text_of
 from trainer.saving.files import csv_text, portable
-from trainer.telemetry import dashboards, gallery
+from trainer.telemetry import events, gallery
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.evaluation import WORST, Mistakes
 from trainer.training.run import Run
@@ -72,7 +72,7 @@ def dispensable(tracker: NullTracker) -> Iterator[None]:
 
 
 def _picture(run: Run, tag: str, picture: gallery.EncodedImage, step: int) -> None:
-    run.tracker.show(dashboards.image(tag, picture.encoded, picture.size), step)
+    run.tracker.show(events.image(tag, picture.encoded, picture.size), step)
 
 
 def name(run: Run, place: int) -> str:

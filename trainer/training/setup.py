@@ -45,7 +45,7 @@ from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import peak_flops, training_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, pieces, reporting, resuming, stopping
+from trainer.training import banner, memory_needs, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
@@ -72,7 +72,7 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
             restore_random_states(drawn, [])
             return build(chosen, interrupts, callbacks, ledger)
 
-        run = pieces.fewest(made, resolved)
+        run = memory_needs.fewest(made, resolved)
     with claimed.part("logging"):
         begin(run)
     ledger.turn(OTHER)

@@ -13,9 +13,8 @@ import torchvision.io
 
 from tests.command_line import trainer
 from trainer.commands import doctor
-from trainer.commands.doctor import software
-from trainer.commands.doctor.device_checks import how_alike
-from trainer.commands.doctor.findings import Findings
+from trainer.commands.doctor import machine
+from trainer.commands.doctor.machine import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
 from trainer.errors import RecipeError, SetupError
@@ -24,7 +23,7 @@ from trainer.processes import peers
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(software, "sums", lambda backend, size: f"{backend} of {size} works")
+    monkeypatch.setattr(machine, "sums", lambda backend, size: f"{backend} of {size} works")
     monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
 
 
@@ -45,9 +44,9 @@ def test_on_this_machine():
 
 def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     monkeypatch.setattr(peers.os, "statvfs", lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60))
-    monkeypatch.setattr(software.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
-    monkeypatch.setattr(software.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(software.resource, "getrlimit", lambda number: (256, 4096))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (256, 4096))
     assert doctor.command([]) == 3
     output = capsys.readouterr().out
     assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
@@ -86,7 +85,7 @@ def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(quick
             raise error
         return real(name, package)
 
-    monkeypatch.setattr(software.importlib, "import_module", load)
+    monkeypatch.setattr(machine.importlib, "import_module", load)
     found = doctor.examine()
     assert len(found.problems) == 1 and says in found.problems[0]
     assert "machine" in found.sections and "between processes" not in found.sections
@@ -156,7 +155,7 @@ def test_processes_that_cannot_talk():
 )
 def test_unlike_cards_are_told_what_unequal_shares_gain(speeds, says):
     """Equal parts take as long as the slowest card; in proportion, all compute at all times."""
-    line = how_alike([f"cuda:{n}" for n in range(len(speeds))], speeds)
+    line = machine.how_alike([f"cuda:{n}" for n in range(len(speeds))], speeds)
     assert line.startswith(says)
     if "shares=auto" in line:
         assert f"{sum(speeds) / (len(speeds) * min(speeds)):.2f} times" in line

@@ -144,7 +144,7 @@ def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size
     assert len(held_out) == len(evaluated) == 24
     for row, item in enumerate(held_out):
         of_part, of_file = (
-            worker._transform.inputs(worker._prepared(payload).permute(1, 2, 0)[None].contiguous())[0]
+            worker._transform.inputs(worker._tried(payload).permute(1, 2, 0)[None].contiguous())[0]
             for payload in (item.payload, item.path)
         )
         assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path

@@ -13,7 +13,7 @@ from tests.pages import GUIDE
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.check_runner import right as is_right
-from trainer.commands.prove.proof_page import anonymous, markdown, proof_of
+from trainer.commands.prove.proving import anonymous, markdown, proof_of
 from trainer.commands.trials.report import MachineFigures
 
 CARD = "NVIDIA A100-SXM4-80GB"

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from trainer.commands.prove import fast, held_out, right
+from trainer.commands.prove import fast, prove_probe, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
 from trainer.commands.prove.prove_probe import compare, pattern, types
 from trainer.commands.prove.right import (
@@ -113,7 +113,7 @@ def test_each_held_out_image_once(result, says, tmp_path):
     check = next(check for check in right.checks(machine("cpu", 2)) if check.name == "held out ddp")
     found = check.run(runner(tmp_path, result=result))
     assert says in found.line and found.status == ("right" if result == numbered() else "wrong")
-    assert held_out.COUNT == 83
+    assert prove_probe.COUNT == 83
 
 
 def test_memory_that_each_run_keeps_is_a_leak_and_one_that_settles_is_none(tmp_path):

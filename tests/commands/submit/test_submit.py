@@ -13,8 +13,7 @@ from tests.command_line import environment
 from tests.commands.submit.test_slurm import HOPELESS
 from trainer import __main__ as cli
 from trainer import load_recipe
-from trainer.commands.submit import command
-from trainer.commands.submit.slurm import seconds
+from trainer.commands.submit import command, seconds
 from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVING
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from tests import warm
 from tests.command_line import PROJECT, environment
-from trainer.data.cache import building, cached_set, stored
-from trainer.data.cache.building import build, bytes_of, missing
+from trainer.data.cache import cached_set, stored
 from trainer.data.cache.cache_blocks import read
+from trainer.data.cache.cached_set import build, bytes_of, missing
 from trainer.data.cache.stored import CachedFolder, Format, block_path, pack, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.errors import DiskFullError, PeerError, SetupError
@@ -32,7 +32,7 @@ import resource, sys
 from pathlib import Path
 from tests import warm
 from tests.data.cache.test_building import HOW, folder_of, packed
-from trainer.data.cache.building import build
+from trainer.data.cache.cached_set import build
 if __name__ == "__main__":
     if len(sys.argv) > 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
@@ -113,7 +113,7 @@ def test_killed_at_any_moment_it_goes_on(photos, home, full):
 
 
 def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkeypatch):
-    monkeypatch.setattr(building, "POLL", 0.01)
+    monkeypatch.setattr(cached_set, "POLL", 0.01)
     found = packed(photos)
     draft = Path(block_path(str(home), names(found)[0])).with_suffix(".part")
     with locks.claimed(draft) as file:
@@ -148,11 +148,11 @@ def test_photos_that_are_exchanged_while_they_are_stored_are_not(photos, home, t
     mine.mkdir()
     for path in sorted(photos.glob("*.png"))[:8]:
         (mine / path.name).write_bytes(path.read_bytes())
-    found, real = packed(mine), building.prepared
-    monkeypatch.setattr(building, "prepared", lambda path, how: os.utime(path) or real(path, how))
+    found, real = packed(mine), cached_set.prepared
+    monkeypatch.setattr(cached_set, "prepared", lambda path, how: os.utime(path) or real(path, how))
     for key, paths in zip(names(found), found.paths, strict=True):
         with pytest.raises(SetupError, match=rf"{mine}: .*type the same again"):
-            building.make(str(home), key, list(paths), HOW)
+            cached_set.make(str(home), key, list(paths), HOW)
     assert not list(home.iterdir()) and names(packed(mine)) != names(found)
 
 
@@ -160,9 +160,9 @@ def test_what_cannot_be_read_is_left_out_and_read_anew(photos, home, monkeypatch
     def broken(path, how):
         raise OSError(errno.EIO, "broken on purpose")
 
-    monkeypatch.setattr(building, "prepared", broken)
+    monkeypatch.setattr(cached_set, "prepared", broken)
     found = packed(photos)
-    building.make(str(home), names(found)[0], found.paths[0], HOW)
+    cached_set.make(str(home), names(found)[0], found.paths[0], HOW)
     assert read(block_path(str(home), names(found)[0]), names(found)[0], 0) is None
     folder = CachedFolder(folder_of(photos), HOW, 0, home, found)
     row = next(n for n in range(120) if folder.address(n) == found.paths[0][0])

@@ -8,7 +8,7 @@ import pytest
 from tests.data.cache.test_cached_set import folder_of, words_for
 from trainer.data import open_datasets
 from trainer.data.cache import cached, homes
-from trainer.data.cache.cache_command import command
+from trainer.data.cache.homes import command
 from trainer.errors import FolderInUseError, RecipeError
 from trainer.processes.resources import locate
 from trainer.recipe import load

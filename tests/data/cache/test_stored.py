@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from tests.data.photos.test_lazy_images import saved, scene
-from trainer.data.cache.building import make, missing
+from trainer.data.cache.cached_set import make, missing
 from trainer.data.cache.stored import CachedFolder, Format, block_path, pack, picture_of, prepared
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_image

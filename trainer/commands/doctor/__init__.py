@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.commands.doctor import software
-from trainer.commands.doctor.device_checks import check_cards
-from trainer.commands.doctor.findings import Findings
+from trainer.commands.doctor import machine
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import fork_server
 from trainer.processes.terminal import say
@@ -26,16 +24,16 @@ def command(words: Sequence[str]) -> int:
     return SetupError.code if report.problems else 0
 
 
-def examine() -> Findings:
+def examine() -> machine.Findings:
     """Look at everything. A check that fails becomes a problem of one line, and the others follow."""
-    report = Findings()
+    report = machine.Findings()
     report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
-    if report.trying("software", software.versions, report):
-        cards = report.trying("cards", check_cards, report) or 0
-        report.trying("processes", software.talking, report, cards)
+    if report.trying("software", machine.versions, report):
+        cards = report.trying("cards", machine.check_cards, report) or 0
+        report.trying("processes", machine.talking, report, cards)
         from trainer.data.workers import worker_counts  # needs torch
 
         report.trying("shared memory", worker_counts.check_shared_memory, BUFFERS)
-    report.trying("machine", software.resources, report)
-    report.trying("environment", software.variables, report)
+    report.trying("machine", machine.resources, report)
+    report.trying("environment", machine.variables, report)
     return report

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from trainer.data import TensorSpec
 from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
-from trainer.saving.files import put, remove, writing
-from trainer.saving.tensor_files import sync, write_synced
+from trainer.saving.weights import write_whole
 from trainer.training.trained import Trained, task_without_loss
 
 BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
@@ -96,15 +95,7 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
     """
     source = load(path, words)
     content, agreement = _checked(source, kind)
-    draft = target.with_name(f".{target.name}.tmp")
-    with writing(target.parent, "the same words again"):
-        remove(draft)  # of an export that was killed
-        try:
-            write_synced(draft, [memoryview(content)], "export")
-            put(draft, target)
-            sync(target.parent)
-        finally:
-            remove(draft)
+    write_whole(target, [memoryview(content)], "export", again="the same words again")
     shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
     lines = {
         "file": f"{target}, {len(content) / 1e6:,.1f} MB",

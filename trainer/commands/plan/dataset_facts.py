@@ -11,6 +11,7 @@ from torch import nn
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.archives.opening import exist
+from trainer.data.items import numbers
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
 from trainer.models.inputs import with_pretrained_input
@@ -50,7 +51,7 @@ class DatasetFacts:
 
     def task(self, recipe: Recipe) -> Task:
         """The recipe's task; weights of classes change no figure of a plan."""
-        return tasks.create(recipe.replace(loss__class_weights=None), range_names(self.classes))
+        return tasks.create(recipe.replace(loss__class_weights=None), numbers(self.classes))
 
     def model(self, recipe: Recipe, starting: bool) -> nn.Module:
         """The recipe's model on the CPU, with its starting weights or without."""
@@ -67,15 +68,10 @@ def dataset_facts(recipe: Recipe) -> DatasetFacts:
     if recipe.data.labels is not None and kind.reads != "class":  # a table that is not on this machine
         label = torch.zeros(1, facts.classes)
     try:
-        example = kind.checked(label, range_names(facts.classes))
+        example = kind.checked(label, numbers(facts.classes))
     except ValueError as error:
         raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
     return replace(facts, targets=TensorSpec.of(example))
-
-
-def range_names(count: int) -> tuple[str, ...]:
-    """Names for classes of which only the number is known."""
-    return tuple(map(str, range(count)))
 
 
 def _facts(recipe: Recipe) -> DatasetFacts:

@@ -1,22 +1,73 @@
-"""How long a step would take, from what was measured of its parts."""
+"""What devices would send each other in a step, and how long it would take, from what was measured of its parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from trainer.commands.plan import schedules
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.schedules import Cut
-from trainer.commands.plan.speed_probe import Timings
-from trainer.commands.plan.traffic import traffic
 from trainer.errors import RecipeError
-from trainer.models.balance import stage_seconds
+from trainer.models.balance import BlockCost, stage_seconds
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
 from trainer.recipe import STREAMS
+from trainer.recipe.checks import weight_shards
 from trainer.telemetry.readable import as_size, duration
 
 BACKWARD = 2 / 3  # of a pass, where the two were not measured apart; an all-reduce can hide behind it on a GPU
+
+
+class Traffic(NamedTuple):
+    """Bytes."""
+
+    reduced: float = 0.0  # that each device sends in a step, to reduce gradients, gather shards or average weights
+    averaged: float = 0.0  # that it sends in an epoch, to average weights
+    crossing: float = 0.0  # of all devices in a step: activations between stages, or copies of the model
+
+
+def ring(ranks: int) -> float:
+    """How often each rank sends a tensor's bytes in a ring all-reduce (Patarasuk and Yuan, 2009)."""
+    return 2 * (ranks - 1) / ranks
+
+
+def traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic:
+    """Of the layout; `cut` for a model in stages."""
+    recipe, count, resident = layout.recipe, layout.processes, fake.resident(fake.model)
+    if cut is not None:
+        crossing = 2.0 * cut.microbatches * recipe.pieces * sum(stage.sent for stage in cut.stages[:-1])
+        return Traffic(ring(layout.data_shares) * max(cut.gradients), crossing=crossing)
+    match recipe.traits.exchanges:
+        case "gradients":
+            return Traffic(ring(count) * resident.gradients / (2 if recipe.ddp.compress else 1))
+        case "shards":
+            parts = weight_shards(recipe, count)
+            passes = (2 + recipe.fsdp.reshard) * recipe.pieces  # weights forward, weights backward, gradients
+            return Traffic(resident.parameters * (passes * (parts - 1) / parts + ring(count // parts) / parts))
+        case "weights":
+            averaged, every = ring(count) * (resident.gradients + resident.buffers), recipe.local_sgd.every
+            return Traffic(averaged / every if every else 0.0, averaged)
+        case "copies" if layout.kind == "cuda":  # the first device sends copies and gets gradients
+            each = (resident.parameters + resident.gradients) * recipe.pieces
+            return Traffic(crossing=float((len(layout.devices) - 1) * each))
+    return Traffic()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Speeds of one device."""
+
+    image: float  # seconds of an image's forward and backward pass
+    rows: int  # images of a pass in which that was measured
+    optimizer: float = 0.0  # seconds of the optimizer's part of a step, of the whole model
+    other: float = 0.0  # seconds of a step that are neither: waiting for images, logging
+    # seconds of each block between neighbouring cuts, by the images of a micro-batch
+    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
+    bandwidth: float | None = None  # bytes a second between two devices; None where it was not measured
+    latency: float = 0.0  # seconds before the first byte
+    assumptions: tuple[str, ...] = ()  # for people
 
 
 @dataclass(frozen=True)

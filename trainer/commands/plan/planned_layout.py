@@ -93,21 +93,19 @@ def _pretended(recipe: Recipe, processes: int, gpus: bool) -> int:
 
 def every_mode(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> dict[str, Layout | RecipeError]:
     """Each mode on the same number of devices, or why it cannot run like that."""
-    count = max(2, recipe.pipeline.stages or 0, resources.cuda_count())  # one says nothing of most modes
+    here = resources.cuda_count()
+    # One device says nothing of most modes.
+    count, kind = max(2, recipe.pipeline.stages or 0, here), "cuda" if gpus or here else "cpu"
     if recipe.devices != "auto":
-        count = max(2, len(recipe.devices))
+        count, kind = max(2, len(recipe.devices)), recipe.devices[0].partition(":")[0]
     if nproc is not None and str(nproc).isdigit():
         count = max(2, int(nproc))
-    kind = "cpu" if recipe.devices == "auto" and not (gpus or resources.cuda_count()) else "cuda"
-    if recipe.devices != "auto":
-        kind = recipe.devices[0].partition(":")[0]
+    names = ["cpu"] * count if kind == "cpu" else [f"cuda:{n}" for n in range(count)]
     layouts: dict[str, Layout | RecipeError] = {}
     for mode, traits in TRAITS.items():
-        names = ["cpu"] * count if kind == "cpu" else [f"cuda:{n}" for n in range(count)]
-        if kind == "cuda" and traits.shared_memory:
-            layouts[mode] = RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
-            continue
         try:
+            if kind == "cuda" and traits.shared_memory:
+                raise RecipeError("computes in the CPU's memory only, and this plan is for GPUs")
             shares = None if "shares" in traits.refuses else recipe.shares
             chosen = recipe.replace(mode=mode, devices=names[:1] if traits.single_device else names, shares=shares)
             layouts[mode] = lay_out(chosen, 1 if chosen.processes == "one" else count)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from trainer import modes
 from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import DatasetFacts
+from trainer.commands.plan.forecast import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.plan.traffic import ring
 from trainer.commands.trials.measuring import answers
 from trainer.errors import SetupError
 from trainer.launch import launching
@@ -36,21 +36,6 @@ from trainer.training.setup import start_process, wire
 
 PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Speeds of one device."""
-
-    image: float  # seconds of an image's forward and backward pass
-    rows: int  # images of a pass in which that was measured
-    optimizer: float = 0.0  # seconds of the optimizer's part of a step, of the whole model
-    other: float = 0.0  # seconds of a step that are neither: waiting for images, logging
-    # seconds of each block between neighbouring cuts, by the images of a micro-batch
-    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
-    bandwidth: float | None = None  # bytes a second between two devices; None where it was not measured
-    latency: float = 0.0  # seconds before the first byte
-    assumptions: tuple[str, ...] = ()  # for people
 
 
 @dataclass(frozen=True)

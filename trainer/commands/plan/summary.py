@@ -16,7 +16,6 @@ from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import Layout, every_mode
 from trainer.commands.plan.schedules import Cut
-from trainer.commands.plan.traffic import traffic
 from trainer.data import DataShare, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
@@ -136,7 +135,7 @@ def _stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
 
 def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: float | None) -> Plan:
     """What goes between devices in a step, and what that takes at a stated bandwidth."""
-    recipe, sent = layout.recipe, traffic(fake, layout, cut)
+    recipe, sent = layout.recipe, forecast.traffic(fake, layout, cut)
     return {
         "all_reduce_bytes_per_device": round(sent.reduced),
         "crossing_bytes": round(sent.crossing),
@@ -205,7 +204,7 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
         devices = planned_memory.footprint(fake, layout, cut)
     except RecipeError as error:
         return {**row, "error": str(error)}
-    sent, in_turn = traffic(fake, layout, cut), layout.recipe.traits.one_stage_at_a_time
+    sent, in_turn = forecast.traffic(fake, layout, cut), layout.recipe.traits.one_stage_at_a_time
     return row | {
         "world_size": layout.processes,
         "devices": len(layout.devices),

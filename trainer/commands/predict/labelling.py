@@ -139,12 +139,9 @@ class Labeller:
 
     def _tried(self, item: Any) -> Tensor | Labels:
         try:
-            return self._prepared(item)
+            return held_out(self._picture(item), self.preparation.image_size, self.preparation.shorter_side)
         except Exception as error:  # decoders raise anything at all
             return Labels((), (), reason(error))
-
-    def _prepared(self, item: Any) -> Tensor:
-        return held_out(self._picture(item), self.preparation.image_size, self.preparation.shorter_side)
 
     def _picture(self, item: Any) -> Picture:
         channels = self.preparation.channels

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
+
+from torch import Tensor
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
-from trainer.commands.prove.held_out import COUNT, NAME
+from trainer.commands.prove.prove_probe import COUNT, NAME
 from trainer.commands.trials.engine import TrialFailed, steps_of
 from trainer.launch import launching
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STEPS, KILLED, SAVED = 20, 12, 5
 START = {"cpu": 7.0, "cuda": 12.0}  # seconds, about, that a run of twenty small steps takes
@@ -200,7 +199,7 @@ def held_out_ways(devices: Devices) -> Iterator[tuple[str, list[str]]]:
 
 def _held_out(name: str, mode: Sequence[str], runner: CheckRunner) -> Outcome:
     words = [
-        "plugin=trainer.commands.prove.held_out", f"data.name={NAME}", "model.name=zeros", "task.name=regression",
+        "plugin=trainer.commands.prove.prove_probe", f"data.name={NAME}", "model.name=zeros", "task.name=regression",
         "optimizer.lr=1e-30", "max_steps=1", "epochs=1", f"batch_size={24 * runner.devices.count}",
         "logging.tensorboard=false", "logging.verdict=false", *mode,
     ]  # fmt: skip
@@ -355,14 +354,7 @@ def compared(actual: Traces, expected: Traces, bounds: Mapping[str, float], todo
 
 def same_bits(actual: Traces, expected: Traces, other: str, todo: str) -> Outcome:
     """Whether two runs left the same to the last bit."""
-    import torch
-
-    different = [name for name in ("losses", "norms") if getattr(actual, name) != getattr(expected, name)]
-    for name in ("weights", "optimizer"):
-        a, b = getattr(actual, name), getattr(expected, name)
-        if a.keys() != b.keys() or not all(torch.equal(a[key], b[key]) for key in b):
-            different.append(name)
-    different += ["steps"] * (len(expected.losses) != STEPS)
-    if different:
+    different = [name for name, apart in differences(actual, expected).items() if apart]
+    if different := different if len(expected.losses) == STEPS else ["steps"]:
         return wrong(f"{', '.join(different)} differ from {other}", todo, different=different)
     return right("losses, norms, weights and optimizer state are the same to the last bit", different=[])

@@ -6,7 +6,7 @@ import glob
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Self
@@ -15,9 +15,8 @@ import numpy as np
 
 from trainer.data.archives import parquet, tars
 from trainer.data.archives.indexes import Archive, ArchiveIndex
-from trainer.data.class_names import class_names, shared_depth
 from trainer.data.encoded import EncodedPhotos, in_archive
-from trainer.data.folders.layout import Before, held_out_of, part_named
+from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
 from trainer.data.folders.photo_folders import divided, photos
 from trainer.data.folders.scanning import LeftOut, few, is_junk
 from trainer.data.folders.targets import sparse
@@ -29,7 +28,7 @@ from trainer.recipe import Recipe
 from trainer.saving import files
 from trainer.saving.files import portable
 from trainer.tasks.classification import class_name
-from trainer.telemetry.progress import Progress
+from trainer.telemetry.tracking import Progress
 
 SUFFIXES = (".tar", ".parquet")
 ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
@@ -160,7 +159,7 @@ def _outermost(root: Path, paths: Sequence[tuple[str, ...]], used: Array, told: 
     Refuses folders that are parts such as train, and no classes; `told` says that classes are known otherwise.
     """
     some = [paths[code] for code in used]
-    depth = max(0, min([shared_depth(some), *(len(path) - 1 for path in some)]))
+    depth = max(0, min([_shared_depth(some), *(len(path) - 1 for path in some)]))
     names = ["/".join(path[depth : depth + 1]) for path in paths]
     outer = {names[code] for code in used}
     parts = {name for name in outer if part_named(name)}
@@ -171,6 +170,12 @@ def _outermost(root: Path, paths: Sequence[tuple[str, ...]], used: Array, told: 
             "part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf val.tar ."
         )
     return names
+
+
+def _shared_depth(paths: Collection[tuple[str, ...]]) -> int:
+    """How many folders all paths begin with alike."""
+    first, last = min(paths, default=()), max(paths, default=())
+    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def _joined(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import tasks
-from trainer.data.class_names import class_names
-from trainer.data.folders.layout import Before, held_out_of, part_named
+from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
 from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
 from trainer.data.folders.scanning import few
 from trainer.data.sets import Datasets

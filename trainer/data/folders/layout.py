@@ -1,5 +1,5 @@
 """The layout of a folder of photos: which part trains and which is held out; where none is, a fraction of each class,
-the same images every time."""
+the same images every time. And what classes are called, and in which order, wherever images have theirs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import csv
 import hashlib
 import io
 import os
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.class_names import class_names
 from trainer.data.folders.scanning import LOOSE, LeftOut, few, images_below, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
@@ -23,6 +22,7 @@ from trainer.processes.rank import is_restart
 from trainer.saving.files import opened, portable
 from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import run_folder
+from trainer.tasks.classification import class_name
 
 # Names of folders, in upper or lower case; the first that exists is used.
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -36,6 +36,26 @@ class ClassFolders(NamedTuple):
     train: Path
     held_out: Path | None  # None where a part of the training images is to be held out
     beside: tuple[str, ...] = ()  # folders that belong to neither
+
+
+class ClassNames(NamedTuple):
+    """Classes as they are called."""
+
+    names: list[str]
+    places: dict[str, int]  # in `names`, of each text that was given
+    notes: dict[str, str]  # for a run's banner
+
+
+def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
+    """The classes that `texts` name, sorted; `others` have places where they name one of these too."""
+    forms = {text: class_name(text) for text in texts}
+    order = {form: place for place, form in enumerate(sorted({*forms.values()}))}
+    forms |= {text: class_name(text) for text in others}
+    places = {text: order[form] for text, form in forms.items() if form in order}
+    twice = [portable(form) for form, count in Counter(forms.values()).items() if count > 1]
+    shown = ", ".join(twice[:4]) + ", ..." * (len(twice) > 4)
+    notes = {"names": f"{shown}: written in two Unicode forms, each one class"} if twice else {}
+    return ClassNames([*map(portable, order)], places, notes)
 
 
 def part_named(name: str) -> str | None:

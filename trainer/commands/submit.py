@@ -1,8 +1,13 @@
-"""A batch script for SLURM: one task a node, which starts that node's ranks; what stops continues in its folder."""
+"""`python -m trainer submit slurm`: a complete batch script, for a file or for sbatch.
+
+One task a node starts that node's ranks; what stops continues in its folder. The words are checked as training checks
+them, for the nodes that are asked for instead of this machine: no GPU and no torch is needed here.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,6 +17,7 @@ from trainer import recipe as recipes
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, Preempted, RecipeError, SetupError
 from trainer.processes.interrupts import SAVING
+from trainer.processes.rank import place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe.checks import check_processes
 from trainer.recipe.known_names import check_names
@@ -33,6 +39,17 @@ RULES = {  # of the cluster's own words
 }
 REQUEUES = 20
 LOST, STOPPED = PeerError.code, Preempted.code  # exit codes after which another try continues
+
+
+def command(words: Sequence[str]) -> str:
+    """The script that the words ask for. Raises RecipeError."""
+    if place().launched:
+        raise RecipeError("submit starts no ranks: type python -m trainer submit ... without torchrun")
+    if not words or words[0] != "slurm":
+        example = "as in submit slurm recipe=digits nproc=2 time=01:00:00 cpus=8"
+        other = "; for Kubernetes, see python -m trainer guide nodes"
+        raise RecipeError(f"submit needs slurm first, not '{words[0][:80] if words else ''}': {example}{other}")
+    return script(words[1:], os.environ.get("TRAINER_COMMAND") or "python -m trainer")
 
 
 def script(words: Sequence[str], program: str) -> str:

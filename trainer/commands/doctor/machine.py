@@ -1,5 +1,5 @@
-"""Versions, whether processes here can talk to each other; and the machine: cores, memory, disk, limits, and the
-environment variables that change how training runs."""
+"""The findings of `doctor`: versions; each card, and whether it computes and copies rightly; whether processes here can
+talk to each other; cores, memory, disk, limits, and the environment variables that change how training runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,75 @@ import shlex
 import shutil
 import sys
 import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from trainer.commands.doctor.findings import Findings
-from trainer.devices import cards, host
-from trainer.errors import SetupError, explain
+from trainer.devices import cards, health, host
+from trainer.errors import SetupError, explain, in_one_line
 from trainer.processes import fork_server
 from trainer.processes.peers import shared_memory
 from trainer.processes.resources import cores
 from trainer.recipe.versions import VERSION, installed
 
-SOFTWARE, PROCESSES, MACHINE = "software", "between processes", "machine"
+SOFTWARE, CARDS, PROCESSES, MACHINE = "software", "cards", "between processes", "machine"
 TIMEOUT = 60.0  # seconds
 GIB = 2**30
 OPEN_FILES = 512
+ALIKE = 0.85  # times as fast as the fastest card that others may be, without a word of it
 TELLING = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX|TORCHELASTIC)_"
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|(MASTER_(ADDR|PORT)|NPROC|NNODES|NODE_RANK|LD_LIBRARY_PATH|LD_PRELOAD)$"
 )
 SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Findings:
+    """The report of `doctor` as it grows."""
+
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def row(self, section: str, name: str, value: object) -> None:
+        self.sections.setdefault(section, []).append((name, " ".join(str(value).split())))
+
+    def problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def trying(self, what: str, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `check` returns; None and a problem of one line if it fails."""
+        try:
+            return check(*args, **kwargs)
+        except Exception as error:
+            line, code = in_one_line(error)
+            self.problem(f"{what}: {line}" if code == 1 else line)
+            return None
+
+    def text(self) -> str:
+        """The report: sections of aligned rows, and last what is wrong."""
+        width = max((len(name) for rows in self.sections.values() for name, _ in rows), default=0)
+        lines = []
+        for title, rows in self.sections.items():
+            lines += [title, *(_wrapped(f"  {name:{width}}  ", value) for name, value in rows), ""]
+        if not self.problems:
+            return "\n".join([*lines, "all good"])
+        lines.append("1 problem:" if len(self.problems) == 1 else f"{len(self.problems)} problems:")
+        return "\n".join([*lines, *(_wrapped(f"{n}. ", problem) for n, problem in enumerate(self.problems, 1))])
+
+
+def _wrapped(start: str, text: str) -> str:
+    """Lines of a text that begins after `start`; words and paths stay whole, to be copied."""
+    indent = " " * len(start)
+    return textwrap.fill(text, 120, initial_indent=start, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def versions(report: Findings) -> bool:
@@ -53,6 +102,47 @@ def versions(report: Findings) -> bool:
     if used.name == "Pillow":
         report.problem(f"photos are read half as fast without torchcodec: {used.instead}")
     return True
+
+
+def check_cards(report: Findings) -> int:
+    """Rows of every card and of the copies between them; returns how many there are where all compute."""
+    here = cards.detect()
+    if here.fault is not None:
+        report.problem(str(here.fault))
+    if not here.count:
+        report.row(CARDS, "none", "torch can use none of those here" if here.fault else "training runs on the CPU")
+        return 0
+    import torch
+
+    devices, before = [torch.device("cuda", index) for index in range(here.count)], len(report.problems)
+    for device in devices:
+        known = len(report.problems)
+        report.trying(str(device), health.check_card, device, here.count)
+        computes = "computes correctly" if len(report.problems) == known else "CANNOT BE USED"
+        free, total = report.trying(str(device), torch.cuda.mem_get_info, device) or (0, 0)
+        name = report.trying(str(device), torch.cuda.get_device_name, device)
+        report.row(CARDS, str(device), f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, {computes}")
+    if len(report.problems) > before:
+        return 0
+    if ways := list(permutations(devices, 2)):
+        report.trying("copies between cards", health.check_copies, ways)
+        right = len(report.problems) == before
+        report.row(CARDS, "copies", f"right in all {len(ways)} ways" if right else "WRONG, see below")
+        speeds = [report.trying(f"speed of {device}", health.speed, device) or 0.0 for device in devices]
+        report.row(CARDS, "speed", how_alike(list(map(str, devices)), speeds))
+    return here.count
+
+
+def how_alike(names: Sequence[str], speeds: Sequence[float]) -> str:
+    """Whether the cards are as fast, and what ranks of unlike ones gain by unequal parts of a batch."""
+    slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
+    if speeds[slow] >= ALIKE * speeds[fast] or not speeds[slow]:
+        return "all as fast, in matrix products" if speeds[slow] else "not measured"
+    gain = sum(speeds) / len(speeds) / speeds[slow]
+    return (
+        f"{names[slow]} is {speeds[slow] / speeds[fast]:.2g} times as fast as {names[fast]}, in matrix products: "
+        f"shares=auto gives up to {gain:.2f} times the images/s of equal parts"
+    )
 
 
 def talking(report: Findings, count: int) -> None:

@@ -11,14 +11,14 @@ import pytest
 from tests.saving.states import flip, make, refuse, same
 from tests.worlds import on_ranks
 from trainer.errors import CheckpointError
-from trainer.saving import checkpoint_broadcast
 from trainer.saving.checkpoint import commit, fingerprint, manifest_bytes, newest
-from trainer.saving.checkpoint_broadcast import found_here, on_every_rank
+from trainer.training import resuming
+from trainer.training.resuming import found_here, on_every_rank
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_broadcast, "CHUNK", 100)  # files of some pieces, the last one not full
+    monkeypatch.setattr(resuming, "CHUNK", 100)  # files of some pieces, the last one not full
     commit(tmp_path, make(7), keep=2)
     return tmp_path
 
@@ -45,9 +45,7 @@ def test_no_checkpoint_is_none_everywhere(tmp_path):
 @pytest.mark.parametrize("blind", [[1], [2], [1, 2]])
 def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
     here, files = threading.local(), len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(
-        checkpoint_broadcast, "found_here", lambda *words: None if here.rank in blind else found_here(*words)
-    )
+    monkeypatch.setattr(resuming, "found_here", lambda *words: None if here.rank in blind else found_here(*words))
 
     def work(world):
         here.rank = world.rank
@@ -78,7 +76,7 @@ def test_only_the_very_same_checkpoint_counts(home):
 
 
 def test_a_file_that_changes_while_it_is_sent(home, monkeypatch):
-    monkeypatch.setattr(checkpoint_broadcast, "found_here", lambda *words: None)
+    monkeypatch.setattr(resuming, "found_here", lambda *words: None)
 
     def work(world):
         found = newest(home, refuse) if world.is_main else None

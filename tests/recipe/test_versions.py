@@ -83,7 +83,7 @@ def test_what_crashes_is_refused_at_once(schedule, command, older):
 def test_a_comparison_leaves_a_refused_schedule_out(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "2.13.0")
     entry, other = entries("digits", modes=["pipeline pipeline.schedule=zbv", "pipeline"], nproc="2")
-    assert entry.problem[1] == 2 and "zbv needs torch 2.14 " in entry.problem[0] and other.problem is None
+    assert entry.problem.code == 2 and "zbv needs torch 2.14 " in str(entry.problem) and other.problem is None
 
 
 @pytest.mark.slow

@@ -249,8 +249,7 @@ def proved(machine):
         "recv": lambda there, _: there.fill_(1),
         "all_reduce": lambda there: there.mul_(1),
     }
-    task = {"devices": ["cuda:0", "cuda:1"], "batch": 1}
-    here = prove_probe.Measurer(task, Path(), 1, 2, CARD)
+    here = prove_probe.Measurer(Path(), ["cuda:0", "cuda:1"], 1, CARD)
     with mock.patch.multiple(dist, barrier=lambda: None, broadcast=lambda *_: None, **answers):
         torch.ones(3, device=CARD)
         here.seconds(lambda: torch.ones(3, device=CARD))
@@ -258,7 +257,7 @@ def proved(machine):
         before = torch.backends.cudnn.benchmark
         step = {"step_of": lambda *_: lambda *_: torch.ones(3, device=CARD), "SECONDS": 0.0}
         with mock.patch.multiple(prove_probe, **step):
-            prove_probe.bare(here)
+            prove_probe.bare(here, 1)
         torch.backends.cudnn.benchmark = before
 
 
@@ -360,6 +359,7 @@ USES = {
     "training/diagnosis.py": [held],
     "commands/plan/speed_probe.py": [probed],
     "commands/prove/prove_probe.py": [proved],
+    "commands/trials/measuring.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
     "modes/base.py": [communicated],

@@ -20,7 +20,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int, nodes: int = 1) -
     Raises:
         RecipeError: devices that are not here, or another number than the mode can use, with the number that works.
     """
-    names = _named_devices(recipe, cuda)
+    names = named_devices(recipe, cuda)
     if recipe.traits.many_devices and local_size == nodes == 1:
         return [_of_one_process(recipe, names)]
     if recipe.traits.shared_memory and any(name != "cpu" for name in names):
@@ -44,7 +44,7 @@ def assign_devices(recipe: Recipe, local_size: int, cuda: int, nodes: int = 1) -
     return [(name,) for name in names[:local_size]]
 
 
-def _named_devices(recipe: Recipe, cuda: int) -> list[str]:
+def named_devices(recipe: Recipe, cuda: int) -> list[str]:
     """The recipe's devices, or those there are."""
     if recipe.devices == "auto":
         return [f"cuda:{index}" for index in range(cuda)] if cuda and not recipe.traits.shared_memory else ["cpu"]

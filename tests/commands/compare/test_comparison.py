@@ -227,4 +227,4 @@ def test_through_the_command_line(full, tmp_path):
 def test_the_reference_of_unequal_shares_has_none():
     rows = listed.entries("digits", ["shares=[3,1]", "devices=[cpu]"], ["single", "ddp", "dp shares=[3,1]"], nproc="2")
     assert [row.recipe.shares for row in rows[:2]] == [None, [3, 1]] and rows[0].problem is None
-    assert "is not for mode=dp" in rows[2].problem[0]
+    assert "is not for mode=dp" in str(rows[2].problem)

@@ -37,8 +37,8 @@ def test_which_entries_there_are():
 def test_what_cannot_run_here_is_an_entry_with_the_reason():
     found = listed(modes=["single", "ddp batch_size=1"])
     assert found["single"].problem is None
-    line, code = found["ddp batch_size=1"].problem
-    assert code == 2 and "batch_size=1 " in line and "2 processes" in line
+    problem = found["ddp batch_size=1"].problem
+    assert problem.code == 2 and "batch_size=1 " in str(problem) and "2 processes" in str(problem)
 
 
 def test_modes_as_a_shell_gives_them():

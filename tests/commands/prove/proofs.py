@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
@@ -19,7 +18,7 @@ CHECKS = [check.name for check in (*right.checks(DEVICES), *fast.checks(DEVICES)
 def begin(folder, *names):
     """A proof's folder in which all checks but `names` are done."""
     folder.mkdir()
-    bound = proving.bound_to(asdict(this_machine()), versions(), DEVICES.names)
+    bound = proving.bound_to(this_machine(), versions(), DEVICES.names)
     row = {"status": "right", "line": "done before", "todo": "", "figures": {}, "seconds": 1.0}
     rows = {name: row for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"

@@ -14,12 +14,11 @@ from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome, measured, wrong
 from trainer.commands.prove.check_runner import right as is_right
 from trainer.commands.prove.proving import anonymous, markdown, proof_of
-from trainer.commands.trials.report import MachineFigures
 
 CARD = "NVIDIA A100-SXM4-80GB"
 GPUS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)
 CPUS = Devices(("cpu", "cpu"), "cpu", ("CPU", "CPU"), 1)
-MACHINE = MachineFigures("AMD EPYC", 32, 2**38, [CARD] * 4, "Linux-6.1")
+MACHINE = {"cpu": "AMD EPYC", "cores": 32, "memory_bytes": 2**38, "gpus": [CARD] * 4, "system": "Linux-6.1"}
 SPEED = {"ratio": {"median": 0.99}, "times_one": 3.7, "exposed_communication": 0.06, "step": {"optimizer": 0.02}}
 
 

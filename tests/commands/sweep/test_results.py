@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from trainer.commands.sweep.results import SPEED, Metric, RunFigures, tabulate
-from trainer.commands.sweep.space import SweepTrial
+from trainer.commands.sweep.results import SPEED, Metric, TrialFigures, tabulate
+from trainer.commands.trials.engine import TrialFailed, TrialOutcome
 
 TOP1 = Metric("top1", True, "held-out images")
 
 
 def worse(values, images, metric=TOP1):
     """How many trials are shown to be worse than the best; `values`: a row a trial, a column a seed."""
-    trials = [SweepTrial(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
-    outcomes = {
-        trial.number: {seed: RunFigures(float(value), 1.0, images) for seed, value in enumerate(row)}
-        for trial, row in zip(trials, values, strict=True)
-    }
-    rows = tabulate(trials, outcomes, len(values[0]), metric)
-    return sum(row.compared == "worse" for row in rows)
+    trials = [TrialFigures(number, {"seed": str(number)}) for number in range(1, len(values) + 1)]
+    for trial, row in zip(trials, values, strict=True):
+        for seed, value in enumerate(row):
+            trial.add(seed, TrialOutcome(float(value)), 1.0, Path(), len(row))
+    return sum(row.compared == "worse" for row in tabulate(trials, metric, images))
 
 
 @pytest.mark.parametrize(("trials", "seeds"), [(2, 3), (12, 3), (12, 5), (6, 2)])
@@ -29,6 +29,14 @@ def test_trials_that_are_alike_are_rarely_said_to_differ(trials, seeds, images):
     numbers = np.random.default_rng(0)
     sweeps = [numbers.binomial(images, 0.99, (trials, seeds)) / images for _ in range(150)]
     assert sum(worse(values, images) > 0 for values in sweeps) <= 0.05 * len(sweeps) + 4
+
+
+def test_a_trial_of_which_one_seed_failed_has_no_value_whatever_the_others_did():
+    row = TrialFigures(1, {})
+    for seed, error in enumerate((None, TrialFailed("it broke", 5), None)):
+        row.add(seed, TrialOutcome(None if error else 0.9, error), 1.0, Path(), 3)
+    assert (row.status, row.value, row.runs, row.seconds) == ("failed", None, {}, 3.0)
+    assert (row.error, row.exit_code) == ("it broke", 5)
 
 
 def test_what_differs_much_is_shown():

@@ -39,7 +39,7 @@ MEASURING = frozenset(
         "telemetry.clocks.Ledger.span",
         "commands.plan.speed_probe._whole.<locals>.timed",
         "commands.prove.prove_probe.bare",
-        "commands.prove.prove_probe.Measurer.seconds",
+        "commands.trials.measuring.Measurer.seconds",
         "commands.prove.prove_probe.links",
         "commands.plan.speed_probe._exchange",
         "modes.base.Strategy.all_reduce_seconds",

@@ -65,24 +65,21 @@ def compare(
         FolderInUseError: the folder holds a comparison, or another run writes there.
         Interrupted, Preempted: Ctrl-C, SIGTERM; the tables hold what was done before.
     """
-    recipe = str(recipe) if isinstance(recipe, Path) else recipe
-    recipe = load_recipe(recipe) if isinstance(recipe, Mapping) else recipe
     modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
     output = None if output is None else str(output)
     ranks, measured = positive_integer("nproc", nproc), positive_integer("steps", steps)
     if place().launched:
         raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
-    if not recipe:
+    if recipe in (None, ""):
         raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
     if resume not in (None, "auto") or (resume and not output):
         raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
-    source = recipe.to_dict() if isinstance(recipe, Recipe) else recipe
-    rows = entries.entries(source, words, modes, str(ranks) if ranks else None, plugin)
-    base = load_recipe(source, *words)
-    name = recipe.name if isinstance(recipe, Recipe) else base.name
+    rows = entries.entries(recipe, words, modes, str(ranks) if ranks else None, plugin)
+    base = load_recipe(recipe, *words)
     launching.load_plugin(plugin)
+    named = isinstance(recipe, str | Path)
     asked = {
-        "recipe": recipe if isinstance(recipe, str) else base.to_dict(),
+        "recipe": str(recipe) if named else base.to_dict(),
         "modes": list(modes) if modes is not None else None,
         "words": sorted(words),
         "nproc": ranks,
@@ -91,10 +88,9 @@ def compare(
         "repeats": positive_integer("repeats", repeats),
         "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
     }
-    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', base.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     with claim(output, Path(stem), "comparison", FILE, asked, free=("repeats",), resume=resume is not None) as folder:
-        word = str(recipe)
-        if isinstance(recipe, Recipe):  # of the Python API: as a file, for the command line
-            word = str(folder / f"{recipe.name}.yaml")
-            write_atomically(Path(word), recipe.replace(output=None, resume=None).to_yaml())
-        return Comparison(folder, name, base, rows, asked, word).run()
+        file = folder / f"{base.name}.yaml"
+        if not named:  # of the Python API: as a file, for the command line
+            write_atomically(file, base.replace(output=None, resume=None).to_yaml())
+        return Comparison(folder, base, rows, asked, str(recipe if named else file)).run()

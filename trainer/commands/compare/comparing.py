@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.commands.compare import comparison_table, ranking
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.ranking import EntryFigures, EntryRuns, Length
+from trainer.commands.compare.ranking import EntryFigures, Length
 from trainer.commands.trials import significance
 from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
 from trainer.commands.trials.report import Others, TrialsProgress, busy_line, tell_files, this_machine, write_tables
@@ -39,12 +39,10 @@ NEEDED = {"data", "batch_size", "step_time_s", "throughput", "seconds_in", "peak
 class Comparison:
     """One comparison under way; `word` is the recipe that the command line gets."""
 
-    def __init__(
-        self, folder: Path, name: str, base: Recipe, entries: list[Entry], asked: Mapping[str, Any], word: str
-    ) -> None:
-        self.folder, self.name, self.base, self.asked = folder, name, base, asked
+    def __init__(self, folder: Path, base: Recipe, entries: list[Entry], asked: Mapping[str, Any], word: str) -> None:
+        self.folder, self.base, self.rows, self.asked = folder, base, entries, asked
         self.first = [f"recipe={word}", *([f"plugin={asked['plugin']}"] if asked["plugin"] else [])]
-        self.engine, self.rows = TrialEngine(folder), [EntryRuns(entry, entry.problem) for entry in entries]
+        self.engine = TrialEngine(folder)
         self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
         kept = usable_json(folder / FILE).get("length")
         self.length = Length(**kept) if kept else None
@@ -55,10 +53,10 @@ class Comparison:
         """From the checks to the picture."""
         status = "failed"
         try:
-            say(f"comparing {self.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
-            for entry in (row.entry for row in self.rows):
-                how = f"{readable.counted(entry.ranks, 'rank')} x {readable.counted(entry.threads, 'thread')}"
-                say(f"  {entry.name}: {entry.problem[0] if entry.problem else how}")
+            say(f"comparing {self.base.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
+            for row in self.rows:
+                how = f"{readable.counted(row.ranks, 'rank')} x {readable.counted(row.threads, 'thread')}"
+                say(f"  {row.name}: {row.problem or how}")
             self.engine.run(self._trials(), self._told)
             status = "completed"
         except (KeyboardInterrupt, Preempted):
@@ -68,23 +66,23 @@ class Comparison:
             report = self._write(status)
             print("\n" + comparison_table.as_text(report), flush=True)
             curves = self.folder / "tensorboard"
-            draw = partial(comparison_table.draw, self.folder, report, curves / self.rows[0].entry.slug)
+            draw = partial(comparison_table.draw, self.folder, report, curves / self.rows[0].slug)
             tell_files(self.folder, "compare", curves, draw)
         return report
 
-    def _able(self) -> Iterator[EntryRuns]:
+    def _able(self) -> Iterator[Entry]:
         """Who has failed is left out."""
-        return (row for row in self.rows if row.error is None)
+        return (row for row in self.rows if row.problem is None)
 
     def _trials(self) -> Iterator[TrialRun]:
         """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
         for row in self._able():
             yield self._check(row, CHECK, [])
-            if row.entry.recipe.traits.reference and not row.parts and CHECK in row.results:
+            if row.recipe.traits.reference and not row.parts and CHECK in row.results:
                 # On a GPU once more, in smaller pieces if the batch divides: what rounding alone does to losses.
                 pieces = 2 * row.results[CHECK].get("accumulate", 1)
                 if row.results[CHECK]["devices"][0].startswith("cuda"):
-                    divides = row.entry.recipe.batch_size % pieces == 0
+                    divides = row.recipe.batch_size % pieces == 0
                     yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
         checked = [row.results[CHECK] for row in self.rows if CHECK in row.results]
         if not checked:
@@ -96,20 +94,20 @@ class Comparison:
         say(f"{self.length.steps} steps per run, {self.repeats} runs each{more}")
         for repeat in self._rounds():
             for row in self._able():
-                typed = row.entry.words  # what the user says of length and logging goes first
+                typed = row.words  # what the user says of length and logging goes first
                 yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed), {})
             self._write("running")
 
-    def _check(self, row: EntryRuns, repeat: int, more: Sequence[str]) -> TrialRun:
+    def _check(self, row: Entry, repeat: int, more: Sequence[str]) -> TrialRun:
         """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
-        recipe = row.entry.recipe
+        recipe = row.recipe
         words = [f"max_steps={min(CHECKED_STEPS, recipe.max_steps or CHECKED_STEPS)}", "logging.every_steps=1"]
         words += ["logging.tensorboard=false", "logging.verdict=false", *more]
         words += ["precision=fp32"] * (recipe.precision == "tf32")
-        return self._trial(row, repeat, merged(row.entry.words, [*QUIET, *words]), {launching.EXACT: "1"})
+        return self._trial(row, repeat, merged(row.words, [*QUIET, *words]), {launching.EXACT: "1"})
 
-    def _trial(self, row: EntryRuns, repeat: int, words: Sequence[str], variables: Mapping[str, str]) -> TrialRun:
-        name, read = f"runs/{row.entry.slug}/{repeat}", partial(self._read, repeat)
+    def _trial(self, row: Entry, repeat: int, words: Sequence[str], variables: Mapping[str, str]) -> TrialRun:
+        name, read = f"runs/{row.slug}/{repeat}", partial(self._read, repeat)
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +137,7 @@ class Comparison:
             return
         news = "done"
         if outcome.error is not None:
-            row.error = (outcome.error, outcome.code)
-            news = f"exit {outcome.code}: {outcome.error}"
+            row.problem = outcome.error
             self.progress.total -= self.repeats - repeat
         else:
             result = row.results[repeat] = outcome.value
@@ -150,7 +147,7 @@ class Comparison:
                 row.speeds[repeat] = speed(steps, result["throughput"]["samples_per_sec"]) * in_steps(result)
                 news = f"{readable.number(row.speeds[repeat])} images/s"
         what = f"repeat {repeat}" if repeat else "check of the losses"
-        self.progress.tell(f"{row.entry.name}, {what}", news, outcome.seconds)
+        self.progress.tell(f"{row.name}, {what}", outcome, news)
 
     def _rounds(self) -> Iterator[int]:
         """As many as were asked for; else some, and more as long as a difference that matters could hide."""
@@ -175,7 +172,7 @@ class Comparison:
         (rows, pairs), others = self._tabulated(), self.others.cores()
         runs = [result for row in self.rows for result in row.results.values()]
         report = {
-            "recipe": self.name,
+            "recipe": self.base.name,
             "status": status,
             "command": self._command(),
             "asked": dict(self.asked),  # what `compare` was asked for; `settings` are those of its recipe, resolved
@@ -189,7 +186,7 @@ class Comparison:
             "pairs": [asdict(pair) for pair in pairs],
             "conclusion": [*ranking.conclusion(rows, pairs), *busy_line(others)],
             "other_programs_cores": others,
-            "machine": asdict(this_machine()),
+            "machine": this_machine(),
             "versions": runs[0]["versions"] if runs else {},
             "seconds": time.perf_counter() - self.begun,
         }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.trials import report as reports
-from trainer.commands.trials.report import MachineFigures
 from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED
 from trainer.telemetry import plots, readable
@@ -80,7 +79,7 @@ def disagreeing(report: Mapping[str, Any]) -> list[int]:
 def as_markdown(report: Mapping[str, Any]) -> str:
     """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
     title, table = f"{report['recipe']}: {len(report['entries'])} ways compared", columns(report["entries"])
-    machine = f"Machine: {MachineFigures(**report['machine'])}.\n{reports.versions_line(report['versions'])}"
+    machine = f"{reports.machine_line(report['machine'])}\n{reports.versions_line(report['versions'])}"
     more = method(report), machine
     return reports.as_markdown(title, report["command"], table, disagreeing(report), report["conclusion"], *more)
 

@@ -1,41 +1,44 @@
-"""What the runs amount to, with the keys that `compare` returns and compare.json holds, which are stable."""
+"""What the runs amount to, with the keys that `compare` returns and compare.json holds, which are stable; and whether a
+mode computes what `single` computes, by their first losses, step by step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
 from typing import Any
 
 from trainer.commands.compare.entries import Entry
-from trainer.commands.compare.exactness import UNCHECKED, Exactness, batch_dependent, exactness_of
 from trainer.commands.trials import significance
 from trainer.commands.trials.significance import Difference
+from trainer.recipe import changed_keys
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "on CPU cores"
 NO_DIFFERENCE = "no difference shown"
+# Relative, of a step's loss. Half precision rounds, and a run's rounding grows with every step.
+TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}  # what is trained in tf32 is checked in fp32
+# Other kernels add in another order, and a large learning rate makes much of it: on GPUs so many times what rounding
+# alone makes of single's losses is allowed too, but never more than this.
+TIMES, MOST = 4.0, 1e-2
+# Where layers see other parts of a batch losses may differ much (batch norm over 4 digits: by 74 % within 20 steps),
+# and nothing is proved by it; but a mode that learns has not twice the loss.
+LOOSE = 2.0
+# Keys that change no result, beside those that a continued run may change.
+SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
+UNCHECKED = "no single to compare"
 
 
-@dataclass
-class EntryRuns:
-    """An entry and what its runs left."""
+@dataclass(frozen=True)
+class Exactness:
+    """What was found."""
 
-    entry: Entry
-    # (line, exit code): why it cannot run here, or of the run that failed, after which the entry was left alone
-    error: tuple[str, int] | None = None
-    # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
-    results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    speeds: dict[int, float] = field(default_factory=dict)  # images/s of each timed repeat
-    losses: list[float] = field(default_factory=list)  # of the check, one a step
-    # as losses, of the same mathematics with its sums in another order; empty where that was not run
-    rounded: list[float] = field(default_factory=list)
-
-    @cached_property
-    def parts(self) -> list[str]:
-        """What in its model depends on how a batch is divided."""
-        return batch_dependent(self.entry.recipe)
+    # "reference", "exact", "differs" (as it may, for the reason in text), "disagrees", "other maths", "not compared"
+    verdict: str
+    text: str  # the table's words
+    deviation: float | None = None  # the largest relative difference of a loss, where losses were compared
 
 
 @dataclass(frozen=True)
@@ -80,53 +83,43 @@ class EntryFigures:
     exit_code: int
 
 
-def tabulate(rows: Sequence[EntryRuns], error: float) -> tuple[list[EntryFigures], list[Difference]]:
+def tabulate(rows: Sequence[Entry], error: float) -> tuple[list[EntryFigures], list[Difference]]:
     """The rows of the table, and the compared pairs; `error`: probability that any is wrongly said to differ."""
-    reference = next((row for row in rows if row.entry.recipe.traits.reference), rows[0])  # what a ratio is to
+    reference = next((row for row in rows if row.recipe.traits.reference), rows[0])  # what a ratio is to
     last = sorted(rows, key=lambda row: row is reference)  # so that all pairs are relative to it
-    fair = {row.entry.name: row.speeds for row in last if row.speeds and not _passes_through(row)}
+    fair = {row.name: row.speeds for row in last if row.speeds and not _passes_through(row)}
     pairs = significance.differences(fair, error)
-    against = {pair.first: pair for pair in pairs if pair.second == reference.entry.name}
-    return [_figures(row, reference, against.get(row.entry.name), row.entry.name in fair) for row in rows], pairs
+    against = {pair.first: pair for pair in pairs if pair.second == reference.name}
+    return [_figures(row, reference, against.get(row.name), row.name in fair) for row in rows], pairs
 
 
-def _figures(row: EntryRuns, reference: EntryRuns, pair: Difference | None, is_fair: bool) -> EntryFigures:
-    entry, speeds = row.entry, list(row.speeds.values())
+def _figures(row: Entry, reference: Entry, pair: Difference | None, is_fair: bool) -> EntryFigures:
+    speeds = list(row.speeds.values())
     timed = [result for repeat, result in row.results.items() if repeat > 0]
     last: Mapping[str, Any] = timed[-1] if timed else {}
     times = [row.results[repeat]["batch_size"] / speed for repeat, speed in row.speeds.items()]
-    peaks: dict[str, int] = {}
-    for device, size in (pair for result in timed for pair in result["peak_memory_bytes"].items()):
-        peaks[device] = max(size, peaks.get(device, 0))
-    single = reference if reference.entry.recipe.traits.reference else None
-    expected = (single.entry, single.losses, single.parts, single.rounded) if single else (None, [], [], [])
-    mean, std = significance.mean_and_std(speeds) if speeds else (None, None)
+    peaks = sorted(pair for result in timed for pair in result["peak_memory_bytes"].items())
     paired = significance.ratios(row.speeds, reference.speeds) if is_fair and reference is not row else []
+    spread = stdev(speeds) if speeds[1:] else None
     return EntryFigures(
-        entry=entry.name,
-        mode=entry.recipe.mode,
-        words=list(entry.words),
-        ranks=entry.ranks,
-        threads=entry.threads,
-        devices=last.get("devices"),
+        entry=row.name,
+        mode=row.recipe.mode,
+        words=list(row.words),
+        ranks=row.ranks,
+        threads=row.threads,
         shares=next((found for result in [*row.results.values()][::-1] if (found := result.get("shares"))), None),
         repeats=len(timed),
-        step_time_s=significance.mean_and_std(times)[0] if times else None,
-        peak_memory_bytes=dict(sorted(peaks.items())),
-        train_loss=last.get("train_loss"),
-        val_loss=last.get("val_loss"),
-        val_top1=last.get("val_top1"),
-        data_wait_fraction=last.get("data_wait_fraction"),
-        samples_per_sec={"mean": mean, "std": std if speeds[1:] else None, "runs": dict(row.speeds)}
-        if speeds
-        else None,
+        step_time_s=fmean(times) if times else None,
+        peak_memory_bytes=dict(peaks),  # of a device's the last, which is the largest
+        **{key: last.get(key) for key in ("devices", "train_loss", "val_loss", "val_top1", "data_wait_fraction")},
+        samples_per_sec={"mean": fmean(speeds), "std": spread, "runs": dict(row.speeds)} if speeds else None,
         ratio={"median": median(paired), "low": min(paired), "high": max(paired), "runs": paired} if paired else None,
-        reference=reference.entry.name,
+        reference=reference.name,
         compared={"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high} if pair else None,
-        exactness=exactness_of(entry, row.losses, *expected),
+        exactness=exactness_of(row, reference if reference.recipe.traits.reference else None),
         label=_label(row),
-        error=row.error[0] if row.error else None,
-        exit_code=row.error[1] if row.error else 0,
+        error=str(row.problem) if row.problem else None,
+        exit_code=row.problem.code if row.problem else 0,
     )
 
 
@@ -166,12 +159,41 @@ def sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Di
     return [pair for pair in pairs if {pair.first, pair.second} <= good]
 
 
-def _passes_through(row: EntryRuns) -> bool:
+def _passes_through(row: Entry) -> bool:
     return any((result.get("data_parallel") or {}).get("pass_through") for result in row.results.values())
 
 
-def _label(row: EntryRuns) -> str:
+def _label(row: Entry) -> str:
     if _passes_through(row):
         return PASS_THROUGH
     devices: list[str] = next((result["devices"] for result in row.results.values()), [])
     return STAND_IN if len(devices) > 1 and all(name.startswith("cpu") for name in devices) else ""
+
+
+def exactness_of(entry: Entry, reference: Entry | None) -> Exactness:
+    """Hold an entry's losses against those of the reference, which is `single`."""
+    if entry is reference:
+        return Exactness("reference", "reference")
+    if not entry.recipe.traits.same_maths:
+        return Exactness("other maths", "not same maths")
+    if not entry.losses:
+        return Exactness("not compared", "-")
+    if reference is None or not reference.losses:
+        return Exactness("not compared", UNCHECKED)
+    if changed := changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS:
+        return Exactness("not compared", f"other {', '.join(sorted(changed))}")
+    deviation = _deviation(entry.losses, reference.losses)
+    scatter = _deviation(reference.rounded, reference.losses)
+    if deviation <= max(TOLERANCE[entry.recipe.precision], min(TIMES * scatter, MOST)):
+        return Exactness("exact", "exact", deviation)
+    mine, theirs = map(math.fsum, zip(*zip(entry.losses, reference.losses, strict=False), strict=True))
+    if reference.parts and mine <= LOOSE * theirs:
+        return Exactness("differs", f"{reference.parts[0]}: {deviation:.1%}", deviation)
+    return Exactness("disagrees", f"DISAGREES by {deviation:.1%}", deviation)
+
+
+def _deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference."""
+    pairs = zip(losses, expected, strict=False)
+    deviations = (abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) else math.inf for a, b in pairs)
+    return max(deviations, default=0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -21,7 +21,7 @@ from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.commands.plan.forecast import Timings, ring
 from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.trials.measuring import answers
+from trainer.commands.trials.measuring import Measurer, answers
 from trainer.errors import SetupError
 from trainer.launch import launching
 from trainer.models.balance import BlockCost, block_costs
@@ -38,19 +38,6 @@ PASS = 2.0  # seconds that one forward and backward pass may take, about
 LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What the measuring processes read; `microbatches` are the images of each, none without stages."""
-
-    recipe: Recipe
-    kind: str  # cpu or cuda
-    images: DatasetFacts
-    rows: int
-    microbatches: list[int]
-    plugin: str | None
-    count: int  # of processes
-
-
 def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
     """Measure the layout's computing on this machine, in a few seconds. Raises SetupError, PeerError."""
     most = max(1, resources.cores() // (layout.recipe.threads or 1))
@@ -61,9 +48,11 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
     threads = resources.threads_per_process(layout.recipe, count)
     rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
     chosen = layout.recipe.replace(threads=threads, accumulate=1)
-    task = _Task(chosen, layout.kind, images, layout.rows, rows, plugin, count)
+    task: dict[str, Any] = {"recipe": chosen, "images": images, "most": layout.rows, "plugin": plugin}
+    devices = [f"cuda:{n}" for n in range(count)] if layout.kind == "cuda" else ["cpu"] * count
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        found: list[Timings] = answers(measure, task, count, Path(folder) / "measured")
+        home = Path(folder) / "measured"
+        found: list[Timings] = answers(measure, devices, threads, home, microbatches=rows, **task)
     first = found[0]
     beside = f"{count} processes of {threads} thread{'s' * (threads > 1)} at once" if count > 1 else "one process"
     name = torch.cuda.get_device_name(0) if layout.kind == "cuda" else "this CPU"
@@ -92,35 +81,30 @@ def _mean(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
 # --- in a measuring process -------------------------------------------------------------------------------------------
 
 
-def measure(task: _Task, folder: Path, rank: int) -> Timings:
-    """What one of the processes measures."""
-    launching.load_plugin(task.plugin)
-    chosen = task.recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0)
+def measure(
+    process: Measurer, recipe: Recipe, images: DatasetFacts, most: int, microbatches: Sequence[int], plugin: str | None
+) -> Timings:
+    """What one of the processes measures, in passes of `most` images and in micro-batches, none without stages."""
+    launching.load_plugin(plugin)
+    chosen = recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0)
     chosen = chosen.replace(optimizer__lr=1e-9)  # the same images again and again would soon make odd numbers
-    device = torch.device(f"cuda:{rank}" if task.kind == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(chosen.threads or 1)
     start_process(chosen)
-    if task.count > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=task.count)
-    place = Place(rank, task.count, rank, task.count)
+    place, device = Place(process.rank, process.count, process.rank, process.count), process.device
     peers = World(place, device, chosen.threads or 1, (str(device),))
-    model = task.images.model(chosen, starting=False)
-    example = task.images.example(min(task.rows, 4))
-    context = Context(chosen, peers, task.images.task(chosen), example)
-    seconds, images, update, affordable = _whole(context, model, task.rows)
+    model = images.model(chosen, starting=False)
+    example = images.example(min(most, 4))
+    context = Context(chosen, peers, images.task(chosen), example)
+    seconds, count, update, affordable = _whole(context, model, most)
     blocks: dict[int, list[BlockCost]] = {}
-    for rows in task.microbatches:
+    for rows in microbatches:
         few = min(rows, affordable)
         peers.barrier()
         inputs = example.random(device, few, chosen.channels_last)
         costs = block_costs(trace(model, chosen.model.name), inputs, modes.create(context).in_precision, 3)
         scale = rows / few
         blocks[rows] = [BlockCost(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
-    bandwidth, latency = _exchange(peers, device, reduce=not task.microbatches)
-    return Timings(seconds / images, images, update, 0.0, blocks, bandwidth, latency)
+    bandwidth, latency = _exchange(peers, device, reduce=not microbatches)
+    return Timings(seconds / count, count, update, 0.0, blocks, bandwidth, latency)
 
 
 def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, int, float, int]:

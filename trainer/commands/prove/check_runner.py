@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.commands.trials.engine import TrialEngine, TrialRun, drop_weights
-from trainer.commands.trials.measuring import answers
 
 TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
 GRACE = 60.0  # seconds before that at which a run stops by itself, to say why
@@ -122,12 +121,12 @@ class CheckRunner:
         return result
 
     def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
-        """What `count` processes answer that run a function of `prove_probe` at once. Raises PeerError."""
+        """What `count` processes answer that run this function of `prove_probe` at once. Raises PeerError."""
         from trainer.commands.prove import prove_probe  # with torch
+        from trainer.commands.trials.measuring import answers
 
-        task |= {"what": what, "devices": self.devices.names[:count], "threads": self.devices.threads}
-        home = self.folder / "measured" / what
-        return answers(prove_probe.measure, task, count, home, home.with_suffix(".log"), TIMEOUT)
+        devices, folder = self.devices.names[:count], self.folder / "measured" / what
+        return answers(getattr(prove_probe, what), devices, self.devices.threads, folder, TIMEOUT, **task)
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name

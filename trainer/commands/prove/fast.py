@@ -144,8 +144,8 @@ def _speed(network: Network, count: int, runner: CheckRunner) -> Outcome:
     where = ["mode=ddp", *runner.devices.in_ranks(count)] if count > 1 else ["mode=single", *runner.devices.first()]
     bare, ours, exposed, result = [], [], list[float](), dict[str, Any]()
     for turn in range(ROUNDS[runner.devices.kind]):
-        task = {"model": network.name, "size": network.size, "classes": network.classes, **kept}
-        answers = runner.measure("bare", count, **task)
+        task = {"model": network.name, "size": network.size, "classes": network.classes, "batch": kept["batch"]}
+        answers = runner.measure("bare", count, precision=kept["precision"], **task)
         bare.append(count * min(median(answer["speeds"]) for answer in answers))
         if count > 1:
             exposed.append(1 - bare[-1] / (count * min(median(answer["alone"]) for answer in answers)))

@@ -6,9 +6,8 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.commands.trials.measuring import Measurer
 from trainer.data import register_dataset
-from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.devices.precision import AUTOCAST
 from trainer.models.zoo import build, register_model
 from trainer.recipe import DataRecipe
 from trainer.recipe.image_sizes import ImageSize, sides
@@ -34,53 +34,6 @@ WARM, WINDOWS, SECONDS = 4, 5, 2.0  # steps of the bare loop before timing; time
 NAME, COUNT, TRAINING = "numbered", 83, 4096  # of held-out images a prime: no number of shards divides it
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}  # up to which whole numbers are exact
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class Measurer:
-    """This process among those that measure at once; `task` is what it was given to do."""
-
-    task: dict[str, Any]
-    folder: Path
-    rank: int
-    count: int
-    device: torch.device
-
-    def barrier(self) -> None:
-        synchronise([self.device])
-        if self.count > 1:
-            dist.all_reduce(torch.zeros(1))  # over gloo, on the CPU
-
-    def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
-        """What `work` takes so many times; on the CPU without what other programs take meanwhile."""
-        cuda = self.device.type == "cuda"
-        clock = time.perf_counter if cuda else lambda: time.process_time() / torch.get_num_threads()
-        synchronise([self.device])
-        begun = clock()
-        for _ in range(times):
-            work()
-        synchronise([self.device])
-        return max(clock() - begun, 1e-9)
-
-
-def measure(task: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
-    """What the function `task["what"]` answers here."""
-    functions = (doctor, copies, sums, rates, links, memory, bare)
-    return {each.__name__: each for each in functions}[task["what"]](_here(task, folder, rank))
-
-
-def _here(task: dict[str, Any], folder: Path, rank: int) -> Measurer:
-    names = task["devices"]
-    device = torch.device(names[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if task["threads"]:
-        torch.set_num_threads(task["threads"])
-    set_precision("fp32")
-    if len(names) > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, f"file://{folder.absolute()}/store", rank=rank, world_size=len(names))
-    return Measurer(task, folder, rank, len(names), device)
 
 
 def doctor(here: Measurer) -> dict[str, Any]:
@@ -116,7 +69,7 @@ def compare(actual: Tensor, expected: Tensor, what: str, bad: list[str]) -> int:
 
 def copies(here: Measurer) -> dict[str, Any]:
     """Every pair, both ways, from process to process; cards also directly, within the first process."""
-    names, done, bad = here.task["devices"], 0, list[str]()
+    names, done, bad = here.devices, 0, list[str]()
     for number, (source, target) in enumerate(permutations(range(here.count), 2)):
         for dtype in types(here.device):
             for size in SIZES:
@@ -143,7 +96,7 @@ def sums(here: Measurer) -> dict[str, Any]:
             total = parts[here.rank].clone().to(here.device)
             dist.all_reduce(total)
             expected = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
-            done += compare(total, expected, f"on {here.task['devices'][here.rank]}", bad)
+            done += compare(total, expected, f"on {here.devices[here.rank]}", bad)
     return {"done": done, "wrong": bad}
 
 
@@ -201,13 +154,13 @@ def links(here: Measurer) -> dict[str, Any]:
     return {"ways": ways, "all_reduce": together}
 
 
-def memory(here: Measurer) -> dict[str, Any]:
+def memory(here: Measurer, recipe: str, words: Sequence[str]) -> dict[str, Any]:
     """Bytes of this process and of its device after each run in it, but for the first."""
     from trainer.training.api import train
 
     cuda, sizes = here.device.type == "cuda", list[dict[str, int]]()
     for number in range(RUNS):
-        train(here.task["recipe"], *here.task["words"], output=str(here.folder / f"run-{number}"))
+        train(recipe, *words, output=str(here.folder / f"run-{number}"))
         gc.collect()
         host = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         sizes.append({"host": host, **({"device": torch.cuda.memory_allocated(here.device)} if cuda else {})})
@@ -217,39 +170,38 @@ def memory(here: Measurer) -> dict[str, Any]:
 # --- a plain PyTorch loop, which our speed is compared with -----------------------------------------------------------
 
 
-def step_of(here: Measurer) -> Callable[[bool], Any]:
+def step_of(here: Measurer, batch: int, model: str, size: int, classes: int, precision: str) -> Callable[[bool], Any]:
     """A training step on images that are on this device, which exchanges gradients with the others or does not.
 
     Network, batch, precision and memory order are those of our own run.
     """
     torch.manual_seed(0)
-    batch, size, classes = here.task["batch"], here.task["size"], here.task["classes"]
-    layout, cast = torch.channels_last, AUTOCAST.get(here.task["precision"])
-    built = build(ModelRecipe(name=here.task["model"]), classes, 3, size)
-    model: nn.Module = built.to(here.device, memory_format=layout)  # type: ignore[call-overload]
+    layout, cast = torch.channels_last, AUTOCAST.get(precision)
+    built = build(ModelRecipe(name=model), classes, 3, size)
+    net: nn.Module = built.to(here.device, memory_format=layout)  # type: ignore[call-overload]
     if here.count > 1:
-        model = DistributedDataParallel(model, device_ids=[here.device.index] if here.device.type == "cuda" else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        net = DistributedDataParallel(net, device_ids=[here.device.index] if here.device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, size, size, device=here.device).to(memory_format=layout)
     labels = torch.randint(0, classes, (batch,), device=here.device)
     criterion = nn.CrossEntropyLoss()
 
     def step(exchanges: bool = True) -> None:
         optimizer.zero_grad()
-        with nullcontext() if exchanges or not isinstance(model, DistributedDataParallel) else model.no_sync():
+        with nullcontext() if exchanges or not isinstance(net, DistributedDataParallel) else net.no_sync():
             with torch.autocast(here.device.type, cast, enabled=cast is not None):
-                loss = criterion(model(images), labels)
+                loss = criterion(net(images), labels)
             loss.backward()
         optimizer.step()
 
     return step
 
 
-def bare(here: Measurer) -> dict[str, Any]:
+def bare(here: Measurer, batch: int, **network: Any) -> dict[str, Any]:
     """Images/s of one of the devices that work at once in each timed part, and "alone" in parts between them in which
     nothing is exchanged."""
     torch.backends.cudnn.benchmark = True
-    step = step_of(here)
+    step = step_of(here, batch, **network)
     for number in range(WARM):
         step(number != 1)
     here.barrier()
@@ -267,7 +219,7 @@ def bare(here: Measurer) -> dict[str, Any]:
         for _ in range(steps):
             step(exchanges)
         synchronise([here.device])
-        rates[exchanges].append(here.task["batch"] * steps / (time.perf_counter() - begun))
+        rates[exchanges].append(batch * steps / (time.perf_counter() - begun))
     return {"speeds": rates[True], "alone": rates[False]}
 
 

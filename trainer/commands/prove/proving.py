@@ -76,7 +76,7 @@ def kept(folder: Path) -> dict[str, Outcome]:
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
     """The proof's status, once its report is printed and written."""
     machine, software, others = reports.this_machine(), versions(), reports.Others()
-    with claim(output, HOME, "proof", KEPT, bound_to(asdict(machine), software, devices.names)) as folder:
+    with claim(output, HOME, "proof", KEPT, bound_to(machine, software, devices.names)) as folder:
         proving = Proving(folder, devices, minutes)
         proving.announce()
         try:
@@ -184,7 +184,7 @@ def report(folder: Path, proof: Proof) -> None:
 
 
 def proof_of(
-    runner: CheckRunner, checks: Sequence[Check], minutes: float, busy: float | None, machine: reports.MachineFigures,
+    runner: CheckRunner, checks: Sequence[Check], minutes: float, busy: float | None, machine: Mapping[str, Any],
     versions: Mapping[str, str | None],
 ) -> Proof:  # fmt: skip
     """What is known so far; a check without an outcome is left out."""
@@ -202,7 +202,7 @@ def proof_of(
         "format": FORMAT, "status": status, "sentence": sentence(runner.devices, rows, times, slow),
         "kind": runner.devices.kind, "devices": list(runner.devices.names), "times_one": times, "slow_part": slow,
         "counts": counts, "checks": rows, "minutes": minutes, "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "busy_cores": busy, "machine": asdict(machine),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "busy_cores": busy, "machine": machine,
         "versions": dict(versions),
     }  # fmt: skip
 
@@ -252,7 +252,7 @@ def markdown(proof: Proof) -> str:
     more = []
     if left := [row["title"] for row in checks if row["status"] == "left out"]:
         more.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(left)}.")
-    machine = f"Machine: {reports.MachineFigures(**proof['machine'])}."
+    machine = reports.machine_line(proof["machine"])
     more.append("\n".join([machine, *reports.busy_line(proof["busy_cores"]), reports.versions_line(proof["versions"])]))
     more.append("Figures are medians (smallest to largest) of several, each measured in alternation with bare PyTorch.")
     words = ["prove", f"minutes={proof['minutes']:g}", f"devices=[{','.join(proof['devices'])}]"]

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from trainer import tasks
 from trainer.commands.runs.run_status import finite
 from trainer.commands.sweep import results
-from trainer.commands.sweep.results import Metric, RunFigures
-from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, SweepTrial
+from trainer.commands.sweep.results import Metric, TrialFigures
+from trainer.commands.sweep.space import OWN_WORDS, SearchSpace
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
 from trainer.commands.trials.report import TrialsProgress, tell_files
@@ -63,8 +62,7 @@ def command(words: Sequence[str]) -> int:
     repeats, trials = (positive_integer(key, own.get(key)) for key in ("repeats", "trials"))
     speeds = "metric" in own
     space = SearchSpace(own["recipe"], rest, repeats or 1, trials, own.get("nproc"), own.get("plugin"), speeds)
-    typed = [f"{key}={own[key]}" for key in OWN_WORDS[1:] if key in own and key != "resume"]
-    line = shlex.join(["python", "-m", "trainer", "sweep", f"recipe={space.source}", *rest, *typed])
+    line = shlex.join(["python", "-m", "trainer", "sweep", *(word for word in words if word != "resume=auto")])
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
     with engine.claim(own.get("output"), stem, "sweep", FILE, space.asked(), line, free) as folder:
@@ -81,9 +79,9 @@ class Sweeping:
         self.metric = metric_of(space)
         self.engine = engine.TrialEngine(folder, space.places(), space.base.grace + SAVING)
         kept = sorted(usable_json(folder / FILE).get("trials", []), key=lambda row: row["trial"])  # of those sampled
-        drawn = [SweepTrial(row["trial"], row["values"]) for row in kept]
-        self.trials = space.combinations() if space.trials is None else drawn
-        self.runs: dict[int, dict[int, RunFigures]] = {}  # by trial and seed
+        drawn = space.combinations() if space.trials is None else [row["values"] for row in kept]
+        self.trials = [TrialFigures(number, values) for number, values in enumerate(drawn, 1)]
+        self.images: list[int] = []  # that were held out, of each run
         self.progress = TrialsProgress(space.count() * space.repeats)
 
     def run(self) -> dict[str, Any]:
@@ -112,34 +110,29 @@ class Sweeping:
 
     def _trials(self) -> Iterator[TrialRun]:
         """Without those whose trial has failed."""
-        for trial, repeat in self._in_order():
-            seed, runs = self.space.base.seed + repeat, self.runs.get(trial.number, {})
-            if all(run.error is None for run in runs.values()):
-                words = [*self.space.typed(trial.values), *[f"seed={seed}"] * bool(repeat)]
+        for row, repeat in self._in_order():
+            seed = self.space.base.seed + repeat
+            if row.error is None:
+                words = [*self.space.typed(row.values), *[f"seed={seed}"] * bool(repeat)]
                 words += ["save.every_epochs=null"] * self.space.speed
-                name = trial.folder(seed if repeat else None)
-                yield TrialRun(name, words, read=self._read, resumes=not self.space.speed, key=(trial, seed))
+                name = row.name(seed if repeat else None)
+                yield TrialRun(name, words, read=self._read, resumes=not self.space.speed, key=(row, seed))
 
-    def _in_order(self) -> Iterator[tuple[SweepTrial, int]]:
+    def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
         """Every combination with the first seed, then with the next: what is stopped early tells most. What is sampled
         has all its seeds at once, since the next depends on it.
         """
         space = self.space
         if space.trials is None:
-            yield from ((trial, repeat) for repeat in range(space.repeats) for trial in self.trials)
+            yield from ((row, repeat) for repeat in range(space.repeats) for row in self.trials)
             return
         for position in range(max(space.trials, len(self.trials))):
             if position == len(self.trials):
-                ended = [(trial.values, self._mean(trial)) for trial in self.trials]
-                number = 1 + max((trial.number for trial in self.trials), default=0)
-                self.trials.append(SweepTrial(number, space.sampled(ended, self.metric.larger_is_better)))
+                ended = [(row.values, row.value if row.status == "done" else None) for row in self.trials]
+                values = space.sampled(ended, self.metric.larger_is_better)
+                self.trials.append(TrialFigures(position + 1, values))
                 self._write("running")  # what was drawn is kept before it runs
             yield from ((self.trials[position], repeat) for repeat in range(space.repeats))
-
-    def _mean(self, trial: SweepTrial) -> float | None:
-        """Of all runs of a trial; None where one failed or has not ended."""
-        values = [run.value for run in self.runs.get(trial.number, {}).values() if run.value is not None]
-        return fmean(values) if len(values) == self.space.repeats else None
 
     def _read(self, path: Path, result: dict[str, Any]) -> float:
         if self.space.speed:
@@ -156,22 +149,20 @@ class Sweeping:
 
     def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
         """A run has ended, or was done before."""
-        swept, seed = trial.key
+        row, seed = trial.key
         path = self.engine.path(trial)
         result = usable_json(path / "result.json")
-        seconds, images = finite(result.get("seconds")), finite((result.get("data") or {}).get("val_samples"))
-        run = RunFigures(outcome.value, seconds or 0.0, int(images or 0), str(path), outcome.error, outcome.code)
-        self.runs.setdefault(swept.number, {})[seed] = run
-        value = f"{self.metric.name} {self.metric.text(outcome.value)}"
-        news = value if outcome.error is None else f"exit {outcome.code}: {outcome.error}"
-        self.progress.tell(" ".join(swept.words) + f" seed={seed}" * (self.space.repeats > 1), news, outcome.seconds)
+        self.images.append(int(finite((result.get("data") or {}).get("val_samples")) or 0))
+        row.add(seed, outcome, finite(result.get("seconds")) or 0.0, path, self.space.repeats)
+        what = " ".join(row.words) + f" seed={seed}" * (self.space.repeats > 1)
+        self.progress.tell(what, outcome, f"{self.metric.name} {self.metric.text(outcome.value)}")
         if outcome.seconds is not None:
             self._write("running")
 
     def _write(self, status: str) -> dict[str, Any]:
         """The tables, with what there is so far; returns what sweep.json holds, whose keys are stable."""
         space = self.space
-        rows = results.tabulate(self.trials, self.runs, space.repeats, self.metric)
+        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))
         report = {
             "recipe": space.base.name,
             "status": status,

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
-from trainer.commands.sweep.space import Dimension, SweepTrial
+from trainer.commands.sweep.space import Dimension
 from trainer.commands.trials import report as reports
-from trainer.commands.trials.significance import ERROR, MARGIN, differences, mean_and_std
+from trainer.commands.trials.engine import TrialOutcome
+from trainer.commands.trials.significance import ERROR, MARGIN, differences
 from trainer.processes.terminal import BOLD
 from trainer.telemetry import plots, readable
 
 ORDER = ("done", "not done", "failed")  # what a trial's status may be
 SPEED = "images/s"  # as the name of a metric
+WIDEST = 100  # characters of a trial's folder
 
 
 @dataclass(frozen=True)
@@ -32,64 +36,55 @@ class Metric:
         return readable.number(value) if self.name == SPEED else readable.score(self.name, value)
 
 
-@dataclass(frozen=True)
-class RunFigures:
-    """How a run ended."""
-
-    value: float | None  # of the metric; None where it failed
-    seconds: float = 0.0  # of training, over all parts of the run
-    images: int = 0  # that were held out
-    folder: str = ""
-    error: str | None = None  # why it failed; None where it did not
-    code: int = 0  # exit code; 0 where it did not fail
-
-
-@dataclass(frozen=True)
+@dataclass
 class TrialFigures:
-    """A row of the table."""
+    """A row of the table: a choice of values, and what its runs left."""
 
-    trial: int  # its number, in the order in which trials ran
-    values: dict[str, str]
-    status: str
-    value: float | None  # mean of the metric over the runs
-    std: float | None
-    runs: dict[int, float]  # the metric by seed
-    seconds: float  # of training, of all runs together
+    trial: int  # its number, in the order in which trials run, from 1 on
+    values: dict[str, str]  # of the swept keys, as one types them
+    status: str = "not done"
+    value: float | None = None  # mean of the metric over the runs
+    std: float | None = None
+    runs: dict[int, float] = field(default_factory=dict)  # the metric by seed; none of a trial that failed
+    seconds: float = 0.0  # of training, of all runs together
     # with the best: "worse", or that no difference is shown; null for the best and where nothing can be said
-    compared: str | None
-    error: str | None
-    exit_code: int
-    folders: list[str]  # of the runs
+    compared: str | None = None
+    error: str | None = None
+    exit_code: int = 0
+    folders: list[str] = field(default_factory=list)  # of the runs
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+    def name(self, seed: int | None) -> str:
+        """Of the folder of its run with the recipe's own seed, or with another one."""
+        text = "-".join([*self.words, *([f"seed={seed}"] if seed is not None else [])])
+        return f"{self.trial:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
+
+    def add(self, seed: int, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int) -> None:
+        """One of `repeats` runs has ended."""
+        self.seconds += seconds
+        self.folders.append(str(folder))
+        if outcome.error is None:
+            self.runs[seed] = outcome.value
+        elif self.error is None:
+            self.error, self.exit_code = str(outcome.error), outcome.error.code
+        if self.error is not None:
+            self.runs.clear()
+        self.status = "failed" if self.error is not None else "done" if len(self.runs) >= repeats else "not done"
+        self.value = fmean(self.runs.values()) if self.runs else None
+        self.std = stdev(self.runs.values()) if len(self.runs) > 1 else None
 
 
-def tabulate(
-    trials: Sequence[SweepTrial], runs: Mapping[int, Mapping[int, RunFigures]], repeats: int, metric: Metric
-) -> list[TrialFigures]:
-    """The rows, best first, then those that are not done, or failed; `runs` are by trial and seed."""
-    rows = [_row(trial, runs.get(trial.number, {}), repeats) for trial in trials]
+def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
+    """The rows, best first, then those that are not done, or failed; `images` were held out, at least."""
     sign = -1 if metric.larger_is_better else 1
-    rows.sort(key=lambda row: (ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial))
-    images = min((run.images for each in runs.values() for run in each.values()), default=0)
-    return _compared(rows, metric, images)
 
+    def rank(row: TrialFigures) -> tuple[int, float, int]:
+        return ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial
 
-def _row(trial: SweepTrial, runs: Mapping[int, RunFigures], repeats: int) -> TrialFigures:
-    failed = next((run for run in runs.values() if run.error is not None), None)
-    values = {seed: run.value for seed, run in runs.items() if run.value is not None and not failed}
-    mean, std = mean_and_std(list(values.values())) if values else (None, None)
-    return TrialFigures(
-        trial=trial.number,
-        values=dict(trial.values),
-        status="failed" if failed else "done" if len(values) >= repeats else "not done",
-        value=mean,
-        std=std if len(values) > 1 else None,
-        runs=values,
-        seconds=sum(run.seconds for run in runs.values()),
-        compared=None,
-        error=failed.error if failed else None,
-        exit_code=failed.code if failed else 0,
-        folders=[run.folder for run in runs.values()],
-    )
+    return _compared(sorted(trials, key=rank), metric, images)
 
 
 def _compared(rows: list[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
@@ -139,28 +134,25 @@ def write_tables(folder: Path, report: Mapping[str, Any], metric: Metric) -> Non
     keys, figures = report["keys"], ("status", "value", "std", "seconds", "compared", "error", "exit_code")
     rows: list[list[Any]] = [["trial", *keys, *figures, "folder"]]
     for row in report["trials"]:
-        values = (row["values"][key] for key in keys)
-        rows.append([row["trial"], *values, *(row[name] for name in figures), " ".join(row["folders"])])
-    bold, more = [], [reports.versions_line(report["versions"])]
-    if report["best"]:
-        bold, more = [0], [f"Best:\n\n    {shlex.join(report['best'])}", *more]
-    title, table = f"{report['recipe']}: {len(report['trials'])} trials", columns(report, metric)
-    page = reports.as_markdown(title, report["command"], table, bold, report["conclusion"], *more)
+        cells = {**row["values"], **row}
+        rows.append([row["trial"], *(cells[key] for key in (*keys, *figures)), " ".join(row["folders"])])
+    more = [f"Best:\n\n    {shlex.join(report['best'])}"] if report["best"] else []
+    more.append(reports.versions_line(report["versions"]))
+    title, best = f"{report['recipe']}: {len(report['trials'])} trials", [0] if report["best"] else []
+    page = reports.as_markdown(title, report["command"], columns(report, metric), best, report["conclusion"], *more)
     reports.write_tables(folder, "sweep", report, page, rows)
 
 
 def columns(report: Mapping[str, Any], metric: Metric) -> list[list[str]]:
     """The table in words, its head first."""
-    keys, repeats = report["keys"], report["repeats"]
     compared = "compared" if any(row["compared"] for row in report["trials"]) else ""
-    table = [
-        ["trial", *keys, f"{metric.name}{f' +- std of {repeats} seeds' * (repeats > 1)}", compared, "time", "note"]
-    ]
+    seeds = f" +- std of {report['repeats']} seeds" if report["repeats"] > 1 else ""
+    table = [["trial", *report["keys"], metric.name + seeds, compared, "time", "note"]]
     for row in report["trials"]:
-        value = metric.text(row["value"])
+        value, took = metric.text(row["value"]), readable.duration(row["seconds"] or None)
         value += f" +- {metric.text(row['std']).removesuffix('%')}" if row["std"] is not None else ""
         note = f"exit {row['exit_code']}: {row['error']}" if row["error"] else "not done" * (row["status"] != "done")
-        took, values = readable.duration(row["seconds"] or None), (row["values"][key] for key in keys)
+        values = (row["values"][key] for key in report["keys"])
         table.append([str(row["trial"]), *values, value, row["compared"] or "", took, note])
     return table
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from trainer import recipe as recipes
-from trainer.devices.assignment import present
+from trainer.devices.assignment import named_devices
 from trainer.errors import RecipeError, SetupError
 from trainer.launch import launching
 from trainer.launch.topology import Launch
@@ -34,7 +34,6 @@ RANDOM = 10  # of them are drawn at random before the sampler looks at what was 
 MOST = 1000  # combinations
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 FACTOR = 10  # a range whose ends differ by so much is sampled on a logarithmic scale
-WIDEST = 100  # characters of a trial's folder
 FIXED = {  # keys that no sweep varies, and what to type instead
     "mode": "every mode trains the same model: compare 'modes=[...]' tells which is fastest",
     "devices": "they say where trials run, one trial each: write devices=[cuda:0,cuda:1]",
@@ -67,9 +66,7 @@ class Dimension:
 
         if self.ends is None:
             return CategoricalDistribution(self.values)
-        if self.whole:
-            return IntDistribution(int(self.ends[0]), int(self.ends[1]), self.log)
-        return FloatDistribution(*self.ends, self.log)
+        return (IntDistribution if self.whole else FloatDistribution)(*self.ends, self.log)
 
     def __str__(self) -> str:
         if self.ends is None:
@@ -121,23 +118,6 @@ def _listed(key: str, text: str, alone: bool) -> Dimension | None:
     return Dimension(key, words)
 
 
-@dataclass(frozen=True)
-class SweepTrial:
-    """One choice of values, in the order in which trials run."""
-
-    number: int  # from 1 on
-    values: Mapping[str, str]  # of the swept keys, as one types them
-
-    @property
-    def words(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values.items()]
-
-    def folder(self, seed: int | None) -> str:
-        """The name of its run with the recipe's own seed, or with another one."""
-        text = "-".join([*self.words, *([f"seed={seed}"] if seed is not None else [])])
-        return f"{self.number:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
-
-
 class SearchSpace:
     """What a sweep was asked for, checked: from the words that no command takes.
 
@@ -171,13 +151,14 @@ class SearchSpace:
         launching.load_plugin(plugin)
         first = {part.key: part.values[0] for part in self.dimensions}
         ends = [{**first, part.key: value} for part in self.dimensions for value in part.values]
-        for values in ends if is_sampled else [trial.values for trial in self.combinations()]:
+        for values in ends if is_sampled else self.combinations():
             self._check(values)
 
-    def combinations(self) -> list[SweepTrial]:
-        """Of lists alone: every one, the last key changing fastest."""
-        lists = [[(part.key, value) for value in part.values] for part in self.dimensions]
-        return [SweepTrial(number, dict(values)) for number, values in enumerate(itertools.product(*lists), 1)]
+    def combinations(self) -> list[dict[str, str]]:
+        """Of lists alone: the values of every one, the last key changing fastest."""
+        keys = [part.key for part in self.dimensions]
+        lists = itertools.product(*(part.values for part in self.dimensions))
+        return [dict(zip(keys, values, strict=True)) for values in lists]
 
     def sampled(self, ended: Sequence[tuple[Mapping[str, str], float | None]], larger: bool) -> dict[str, str]:
         """Values of the next trial, drawn from those so far; None: it failed, or has not ended. `larger` is better."""
@@ -245,11 +226,10 @@ class SearchSpace:
         if launch is not None and launch.nnodes > 1:
             raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
         ranks, cores = launch.nproc if launch else 1, resources.cores()
-        cuda = resources.cuda_wanted(recipe)
-        names = [f"cuda:{n}" for n in range(cuda)] if recipe.devices == "auto" else present(recipe.devices, cuda)
+        names = named_devices(recipe, resources.cuda_wanted(recipe))
         cards = [name for name in names if name != "cpu"]
         if recipe.traits.many_devices and ranks == 1:
-            groups = [names or ["auto"]]
+            groups = [names]
         elif cards:
             groups = [cards[n : n + ranks] for n in range(0, len(cards) - ranks + 1, ranks)][:runs]
         else:
@@ -260,7 +240,7 @@ class SearchSpace:
         words += [f"nproc={ranks}"] * (recipe.traits.processes != "one")
         if recipe.data.name in OWN_PHOTOS and recipe.data.workers is None:
             words.append(f"data.workers={share}")
-        return [["devices=auto" if group == ["auto"] else f"devices=[{','.join(group)}]", *words] for group in groups]
+        return [[f"devices=[{','.join(group)}]", *words] for group in groups]
 
 
 def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, trials: int | None) -> None:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,12 @@ class TrialOutcome:
     """How a trial ended."""
 
     value: Any = None  # what was read from its result
-    error: str | None = None  # the last line of a run that failed
-    code: int = 0  # its exit code
+    error: TrialFailed | None = None
     seconds: float | None = None  # from its start to its end; None where it was done before
 
 
 class TrialFailed(TrainerError):
-    """A run ended with an exit code other than 0."""
+    """A run ended with an exit code other than 0: the last line that it printed, and that code."""
 
     def __init__(self, line: str, code: int) -> None:
         super().__init__(line)
@@ -132,7 +131,7 @@ class TrialEngine:
         self.run([trial], lambda _, outcome: outcomes.append(outcome))
         [outcome] = outcomes
         if outcome.error is not None:
-            raise TrialFailed(outcome.error, outcome.code)
+            raise outcome.error
         return outcome.value
 
     def _kept(self, trial: TrialRun) -> TrialOutcome | None:
@@ -140,7 +139,7 @@ class TrialEngine:
         path = self.path(trial)
         result = usable_json(path / "result.json")
         if trial.resumes and result.get("status") == "failed" and result.get("exit_code") == NotFiniteError.code:
-            return TrialOutcome(error=str(result.get("error")), code=NotFiniteError.code)
+            return TrialOutcome(error=TrialFailed(str(result.get("error")), NotFiniteError.code))
         if result.get("status") != "completed":
             return None
         try:
@@ -149,7 +148,7 @@ class TrialEngine:
                 return None
             return TrialOutcome(trial.read(path, result))
         except TrialFailed as error:
-            return TrialOutcome(error=str(error), code=error.code)
+            return TrialOutcome(error=error)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -173,7 +172,7 @@ class TrialEngine:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
                 write_atomically(path / "words.json", json.dumps(list(trial.words)) + "\n")
-            output = _log(path).open("w", encoding="utf-8")
+            output = log_of(path).open("w", encoding="utf-8")
             print(shlex.join(command), file=output, flush=True)
         stack = ExitStack()
         with output:
@@ -185,19 +184,17 @@ class TrialEngine:
         """How a run has ended; None as long as it goes on."""
         code, seconds = running.child.poll(), time.perf_counter() - running.begun
         if code is None:
-            hangs = f"it did not end within {self.timeout:.0f} s"
-            return TrialOutcome(None, hangs, PeerError.code, seconds) if seconds > self.timeout else None
-        done = self._kept(running.trial) if code == 0 else None
-        if done is None:
-            line = failure_line(_log(self.path(running.trial)), code)
-            return TrialOutcome(None, line, code if code > 0 else 128 - code if code else 1, seconds)
-        return TrialOutcome(done.value, done.error, done.code, seconds)
+            hangs = TrialFailed(f"it did not end within {self.timeout:.0f} s", PeerError.code)
+            return TrialOutcome(None, hangs, seconds) if seconds > self.timeout else None
+        if code == 0 and (done := self._kept(running.trial)) is not None:
+            return replace(done, seconds=seconds)
+        line = failure_line(log_of(self.path(running.trial)), code)
+        return TrialOutcome(None, TrialFailed(line, code if code > 0 else 128 - code if code else 1), seconds)
 
     def _stop(self) -> None:
         """Have all runs save and leave; those that do not within their time are killed behind this."""
         for running in self._running:
-            with suppress(ProcessLookupError):
-                running.child.send_signal(signal.SIGTERM)
+            running.child.send_signal(signal.SIGTERM)
         end = time.monotonic() + self.grace
         for running in self._running:
             with suppress(subprocess.TimeoutExpired):
@@ -262,7 +259,8 @@ def _changed(before: Mapping[str, Any], asked: Mapping[str, Any], free: Collecti
     return changed
 
 
-def _log(path: Path) -> Path:
+def log_of(path: Path) -> Path:
+    """Where what is printed goes, of a process with this folder."""
     return path.with_name(f"{path.name}.log")
 
 
@@ -279,11 +277,11 @@ def drop_weights(path: Path) -> None:
 
 
 def failure_line(log: Path, code: int) -> str:
-    """The last line of a failed run: its error, or the end of a traceback; the first is its command."""
+    """Why a run failed: its error, of several processes the first one's, or the last line; line 1 is its command."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("trainer: error: ")]
     if errors:
-        return errors[-1].removeprefix("trainer: error: ")
+        return errors[0].removeprefix("trainer: error: ")
     if code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"

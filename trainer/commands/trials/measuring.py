@@ -1,75 +1,119 @@
-"""Processes that measure at once: each calls one function on its task, and leaves the answer in a folder.
+"""Processes that measure at once, one on each device: each calls one function, and leaves the answer in a folder.
 
-`python -m trainer.commands.trials.measuring MODULE:FUNCTION FOLDER RANK` is one of them.
+`python -m trainer.commands.trials.measuring FOLDER RANK` is one of them.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import pickle
+import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.trials.engine import failure_line
+import torch
+import torch.distributed as dist
+
+from trainer.commands.trials.engine import failure_line, log_of
+from trainer.devices.precision import set_precision
 from trainer.errors import PeerError, in_one_line
 from trainer.processes import family
+from trainer.processes.interrupts import exit_now
 from trainer.saving.files import writing
+from trainer.telemetry.clocks import synchronise
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """This process among those that measure at once, one on each of the devices."""
+
+    folder: Path
+    devices: Sequence[str]
+    rank: int
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        return len(self.devices)
+
+    def barrier(self) -> None:
+        synchronise([self.device])
+        if self.count > 1:
+            dist.all_reduce(torch.zeros(1))  # over gloo, on the CPU
+
+    def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
+        """What `work` takes so many times; on the CPU without what other programs take meanwhile."""
+        cuda = self.device.type == "cuda"
+        clock = time.perf_counter if cuda else lambda: time.process_time() / torch.get_num_threads()
+        synchronise([self.device])
+        begun = clock()
+        for _ in range(times):
+            work()
+        synchronise([self.device])
+        return max(clock() - begun, 1e-9)
 
 
 def answers(
-    function: Callable[[Any, Path, int], Any], task: Any, count: int, folder: Path, log: Path | None = None,
-    timeout: float = math.inf,
+    function: Callable[..., Any], devices: Sequence[str], threads: int | None, folder: Path,
+    timeout: float = math.inf, **task: Any,
 ) -> list[Any]:  # fmt: skip
-    """What `count` processes answer that call `function(task, folder, rank)` at the same time.
+    """What processes answer that call `function(Measurer, **task)` at the same time, one on each of the devices.
 
     Args:
-        folder: is emptied first.
-        log: what they print; None: this process's streams.
+        threads: of each process; None: as many as torch takes.
+        folder: is emptied first; what they print goes into a .log file beside it.
 
     Raises:
         PeerError: one of them failed, with its line, or they did not end within `timeout` seconds.
     """
-    where = f"{function.__module__}:{function.__name__}"
-    with ExitStack() as stack:
-        with writing(folder.parent):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            (folder / "task").write_bytes(pickle.dumps(task))
-            output = None if log is None else stack.enter_context(log.open("w", encoding="utf-8"))
-            if output is not None:
-                print(where, file=output, flush=True)
+    with writing(folder.parent):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "task").write_bytes(pickle.dumps((function, devices, threads, task)))
+        log = log_of(folder).open("w", encoding="utf-8")
+    with log:
+        command = [sys.executable, "-m", __name__, str(folder)]
+        print(shlex.join(command), file=log, flush=True)
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-m", __name__, where, str(folder)]
-        family.at_once([[*command, str(rank)] for rank in range(count)], environment, output, timeout)
-    files = [folder / str(rank) for rank in range(count)]
-    found = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
-    errors = [answer for answer in found if isinstance(answer, Exception)]
-    if errors or len(found) < count:
-        died = "a measuring process died" if log is None else failure_line(log, 1)
-        raise PeerError(str(errors[0]) if errors else died)
-    return found
+        commands = [[*command, str(rank)] for rank in range(len(devices))]
+        codes = family.at_once(commands, environment, log, timeout)
+    if any(codes):
+        raise PeerError(failure_line(log_of(folder), 1))
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(devices))]
 
 
-def main(where: str, folder: Path, rank: int) -> None:
+def main(folder: Path, rank: int) -> None:
     family.die_with_parent()
-    module, _, function = where.partition(":")
+    code = 0
     try:
-        task = pickle.loads((folder / "task").read_bytes())
-        answer = getattr(importlib.import_module(module), function)(task, folder, rank)
+        function, devices, threads, task = pickle.loads((folder / "task").read_bytes())
+        here = Measurer(folder, devices, rank, torch.device(devices[rank]))
+        _join(here, threads)
+        (folder / str(rank)).write_bytes(pickle.dumps(function(here, **task)))
     except Exception as error:
-        answer = PeerError(in_one_line(error)[0])
-    draft = folder / f".{rank}"
-    draft.write_bytes(pickle.dumps(answer))
-    draft.rename(folder / str(rank))
-    sys.stdout.flush()
-    os._exit(isinstance(answer, Exception))  # gloo's threads may outlive the interpreter
+        line, code = in_one_line(error)
+        print(f"trainer: error: {line}", flush=True)
+    exit_now(code)  # gloo's threads may outlive the interpreter
+
+
+def _join(here: Measurer, threads: int | None) -> None:
+    """Take this process's device and threads, and meet the others."""
+    cuda = here.device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(here.device)
+    if threads:
+        torch.set_num_threads(threads)
+    set_precision("fp32")
+    if here.count > 1:
+        backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{here.folder.absolute()}/store"
+        dist.init_process_group(backend, store, rank=here.rank, world_size=here.count)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from trainer.commands.trials.engine import TrialOutcome
 from trainer.devices import cards, host
 from trainer.devices.strain import core_seconds
 from trainer.processes import resources
@@ -85,12 +84,14 @@ class TrialsProgress:
     def __init__(self, total: int) -> None:
         self.total, self.done, self.ran, self.begun = total, 0, 0, time.monotonic()
 
-    def tell(self, what: str, news: str, seconds: float | None) -> None:
-        """`seconds`: None where it was done before."""
+    def tell(self, what: str, outcome: TrialOutcome, news: str) -> None:
+        """`news` of a trial that did not fail."""
         self.done += 1
-        self.ran += seconds is not None
+        self.ran += outcome.seconds is not None
         left = (self.total - self.done) * (time.monotonic() - self.begun) / max(1, self.ran)
-        took = "" if seconds is None else f", {seconds:.0f} s; {tqdm.format_interval(left)} left"
+        took = "" if outcome.seconds is None else f", {outcome.seconds:.0f} s; {tqdm.format_interval(left)} left"
+        if outcome.error is not None:
+            news = f"exit {outcome.error.code}: {outcome.error}"
         say(f"[{self.done}/{self.total}] {what}: {news}{took}")
 
 
@@ -105,48 +106,38 @@ def tell_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequenc
     say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(curves))}")
 
 
-@dataclass(frozen=True)
-class MachineFigures:
-    cpu: str
-    cores: int
-    memory_bytes: int
-    gpus: list[str]
-    system: str
-
-    def __str__(self) -> str:
-        memory = f"{self.memory_bytes / 2**30:.0f} GiB" if self.memory_bytes else ""
-        return ", ".join(filter(None, [self.cpu, f"{self.cores} cores", memory, *self.gpus, self.system]))
-
-
-def this_machine() -> MachineFigures:
+def this_machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs and system."""
     import torch
 
     gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
-    return MachineFigures(host.processor(), resources.cores(), host.total_memory(), gpus, platform.platform())
+    about = {"cpu": host.processor(), "cores": resources.cores(), "memory_bytes": host.total_memory()}
+    return {**about, "gpus": gpus, "system": platform.platform()}
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    sizes = [f"{machine['cores']} cores", f"{machine['memory_bytes'] / 2**30:.0f} GiB"]
+    return f"Machine: {', '.join([machine['cpu'], *sizes, *machine['gpus'], machine['system']])}."
 
 
 class Others:
     """How many cores other programs kept busy since this was made."""
 
     def __init__(self) -> None:
-        self.begun, self.busy, self.ours = time.perf_counter(), core_seconds()[0], _ours()
+        self.begun, self.busy, self.ours = time.perf_counter(), core_seconds()[0], sum(os.times()[:4])
 
     def cores(self) -> float | None:
-        """None where the kernel does not tell, or this process may use only a part of the cores."""
+        """None where the kernel does not tell, or this process may use only a part of the cores.
+
+        Ours are this process and the ended ones that it started.
+        """
         now = core_seconds()[0]
         if not now or not self.busy or resources.cores() != os.cpu_count():
             return None
-        return max(0.0, (now - self.busy - _ours() + self.ours) / (time.perf_counter() - self.begun))
+        return max(0.0, (now - self.busy - sum(os.times()[:4]) + self.ours) / (time.perf_counter() - self.begun))
 
 
 def busy_line(cores: float | None) -> list[str]:
     """A warning, where one is due: of so many cores that other programs kept busy."""
     line = f"other programs kept {cores or 0.0:.1f} of {os.cpu_count()} cores busy meanwhile: try again without them"
     return [line] * ((cores or 0.0) >= BUSY)
-
-
-def _ours() -> float:
-    """Those of this process and the ended ones that it started."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)

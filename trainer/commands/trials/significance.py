@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean, stdev
 
 from scipy.special import stdtr, stdtrit  # Student's t: its distribution and quantiles
 
@@ -90,14 +91,6 @@ def ratios(runs: Runs, reference: Runs) -> list[float]:
     return [runs[repeat] / reference[repeat] for repeat in sorted(runs.keys() & reference.keys())]
 
 
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; of one value 0."""
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, 0.0
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
 @dataclass(frozen=True)
 class _Estimate:
     """A centre of log-ratios with its standard error, one of `tests` that are made of them."""
@@ -123,13 +116,13 @@ class _Estimate:
 def _estimates(logs: Sequence[float], least: float) -> list[_Estimate]:
     """Of all pairs, and where there are enough of those without the least and the greatest fifth."""
     count, cut = len(logs), len(logs) // 5
-    mean, std = mean_and_std(logs)
-    estimates = [_Estimate(mean, max(std, least) / math.sqrt(count), count - 1, 2 if cut else 1)]
+    std = stdev(logs) if count > 1 else 0.0
+    estimates = [_Estimate(fmean(logs), max(std, least) / math.sqrt(count), count - 1, 2 if cut else 1)]
     if cut:
         kept = sorted(logs)[cut : count - cut]
-        _, std = mean_and_std([*kept[:1] * cut, *kept, *kept[-1:] * cut])  # winsorised
+        std = stdev([*kept[:1] * cut, *kept, *kept[-1:] * cut])  # winsorised
         error = max(std, least) * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
-        estimates.append(_Estimate(math.fsum(kept) / len(kept), error, len(kept) - 1, 2))
+        estimates.append(_Estimate(fmean(kept), error, len(kept) - 1, 2))
     return estimates
 
 

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 from tests.commands.compare.listing import listed
-from trainer.commands.compare.exactness import batch_dependent, exactness_of
+from trainer.commands.compare.entries import batch_dependent
+from trainer.commands.compare.ranking import exactness_of
 from trainer.recipe import load
+
+LOSSES = [2.0, 1.5, 1.0]
+
+
+def found_of(entry, losses, reference, parts=(), rounded=()):
+    """What is found of an entry with these losses."""
+    entry.losses = losses
+    if reference is not None:
+        reference.losses, reference.parts, reference.rounded = LOSSES, parts, rounded
+    return exactness_of(entry, reference)
 
 
 def test_exactness():
     found = listed(modes=["single", "ddp", "local_sgd", "ddp precision=bf16", "ddp accumulate=2"])
     single, ddp, local, half, pieces = found.values()
-    losses = [2.0, 1.5, 1.0]
 
     def verdict(entry, factor=1.0, parts=(), reference=single):
-        return exactness_of(entry, [factor * loss for loss in losses], reference, losses, parts).verdict
+        return found_of(entry, [factor * loss for loss in LOSSES], reference, parts).verdict
 
     assert verdict(single) == "reference"
     assert [verdict(ddp), verdict(pieces, 1.00009), verdict(ddp, 0.99991)] == ["exact"] * 3
     assert verdict(ddp, 1.001) == "disagrees"
-    assert exactness_of(ddp, [2.0, float("nan"), 1.0], single, losses, ["batch norm"]).verdict == "disagrees"
+    assert found_of(ddp, [2.0, float("nan"), 1.0], single, ["batch norm"]).verdict == "disagrees"
     assert verdict(ddp, 1.05, ["batch norm"]) == "differs" and verdict(ddp, 2.1, ["batch norm"]) == "disagrees"
     assert verdict(local, 1.2) == "other maths"
-    assert verdict(half) == "not compared" and "precision" in exactness_of(half, losses, single, losses, []).text
+    assert verdict(half) == "not compared" and "precision" in found_of(half, LOSSES, single).text
     one, two = listed(modes=["single precision=tf32", "ddp precision=tf32"]).values()  # both checked in fp32
     assert [verdict(two, reference=one), verdict(two, 1.0002, reference=one)] == ["exact", "disagrees"]
     assert verdict(ddp, reference=None) == "not compared"
-    assert exactness_of(ddp, [], single, losses, []).text == "-"
+    assert found_of(ddp, [], single).text == "-"
 
 
 def test_what_rounding_alone_does_is_no_disagreement_up_to_a_bound():
     single, ddp = listed(modes=["single", "ddp"]).values()
-    losses = [2.0, 1.5, 1.0]
 
     def verdict(factor, rounded):
-        found = ([part * loss for loss in losses] for part in (factor, rounded))
-        return exactness_of(ddp, next(found), single, losses, [], next(found)).verdict
+        losses, again = ([part * loss for loss in LOSSES] for part in (factor, rounded))
+        return found_of(ddp, losses, single, rounded=again).verdict
 
     assert [verdict(1.0007, 1.0), verdict(1.0007, 1.0002), verdict(1.0009, 1.0002)] == [
         "disagrees",

@@ -16,6 +16,7 @@ import importlib
 import os
 import pkgutil
 import platform
+import re
 import runpy
 import signal
 import socket
@@ -39,6 +40,7 @@ PRELOADED += ["matplotlib.backends.backend_agg", "torch.distributed.pipelining"]
 PRELOADED += ["pillow_heif", *(f"PIL.{name}" for name in PIL._plugins)]
 ABOVE = 900  # no process here has as many files
 COLLAPSE = 25  # MADV_COLLAPSE
+MAIN = "trainer.__main__"  # which the server of ranks has
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -135,6 +137,8 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
     sys.path[0] = {"-m": job["cwd"], "file": os.path.dirname(os.path.abspath(what))}.get(kind, "")
     if not job["serves"]:
         _have_nursery()
+    elif MAIN in what:
+        _have_nursery_in_ranks()
     if any((Path(folder) / "sitecustomize.py").exists() for folder in os.environ.get("PYTHONPATH", "").split(":")):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")  # as Python does first of all
@@ -227,3 +231,16 @@ def _have_nursery() -> None:
     theirs.close()
     warm.ask(ours)
     warm.everything()
+
+
+def _have_nursery_in_ranks() -> None:
+    """A nursery for each rank that is forked here and may start a server of its own, for workers that read files."""
+    module = importlib.import_module(MAIN)
+    main = module.main
+
+    def main_of_rank() -> None:
+        if any(re.match(r"data\.(root=|workers=[1-9])", word) for word in sys.argv[1:]):
+            _have_nursery()
+        main()
+
+    module.main = main_of_rank

@@ -209,11 +209,7 @@ class OutOfMemoryError(RuntimeError):
             28,
             "the disk is full ([Errno 2] No usable temporary directory found in ['/tmp']): free some space, or choose",
         ),
-        (
-            RuntimeError("operator torchvision::nms does not exist"),
-            3,
-            "torch cannot be loaded (operator",
-        ),
+        (RuntimeError("operator torchvision::nms does not exist"), 3, "torch cannot be loaded (operator"),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             3,

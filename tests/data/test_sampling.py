@@ -91,8 +91,7 @@ def test_contiguous_parts_in_proportion_use_each_sample_once(rows, samples, piec
 
 
 @pytest.mark.parametrize(
-    ("samples", "sizes"),
-    [(10_003, [2500, 2500, 2500, 2503]), (8, [4, 4]), (7, [7]), (5, [1, 1, 3]), (2, [0, 0, 2])],
+    ("samples", "sizes"), [(10_003, [2500, 2500, 2500, 2503]), (8, [4, 4]), (7, [7]), (5, [1, 1, 3]), (2, [0, 0, 2])]
 )
 def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
     spans = [sampling.contiguous_span(samples, index, len(sizes)) for index in range(len(sizes))]

@@ -55,12 +55,7 @@ def test_one_process_on_each_node_has_one_device(cuda, drives):
         (["devices=[cpu,cpu]"], 1, 0, "nproc=2"),
         (["devices=[cpu,cpu]", "mode=single"], 1, 0, "mode=ddp"),
         (["mode=split"], 1, 1, r"devices=\[cuda:0,cuda:0\]"),
-        (
-            ["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"],
-            1,
-            0,
-            r"cpu,cpu,cpu\] or pipeline.stages=2",
-        ),
+        (["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"], 1, 0, r"cpu,cpu,cpu\] or pipeline.stages=2"),
         (["mode=pipeline", "devices=[cuda:0]"], 2, 1, "needs one for each"),
         (["mode=hogwild", "devices=[cuda:0]"], 2, 1, r"mode=local_sgd devices=\[cuda:0\]"),
     ],

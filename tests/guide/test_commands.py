@@ -68,9 +68,7 @@ PLANS = [typed.text for typed in EVERY if why_not(typed.text) in PLANNED]
 PLANS = [text for text in PLANS if not re.search(" (predict|compare) ", text)]
 
 # Words that make a line shorter, where it only repeats itself.
-SHORTER = {
-    r"compare recipe=": "repeats=1 steps=3",
-}
+SHORTER = {r"compare recipe=": "repeats=1 steps=3"}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import nn
 
-from tests.command_line import PROJECT, QUIET, trainer
+from tests.command_line import trainer
 from tests.models.test_families import FAMILIES
 from trainer.errors import RecipeError, SetupError
 from trainer.models import torchvision_zoo, zoo
@@ -16,17 +16,6 @@ from trainer.recipe import ModelRecipe
 from trainer.saving.weights import save_weights
 
 NAME, FILE = "squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
-HUB = """
-import sys, time, torch, torchvision
-
-def download(url, place, *more, **options):
-    print("Downloading", url, file=sys.stderr, flush=True)
-    time.sleep(2)  # so that the other rank comes while it lasts
-    {what}
-
-torch.hub.download_url_to_file = download
-"""
-FAIL = "raise ConnectionResetError('the line broke')"
 
 
 @pytest.fixture
@@ -34,15 +23,6 @@ def hub(tmp_path, monkeypatch):
     """Where torch keeps what it downloads."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     return tmp_path / "hub" / "checkpoints"
-
-
-def two_ranks(tmp_path, what):
-    (tmp_path / "hubs.py").write_text(HUB.format(what=what))
-    words = ["recipe=digits", "plugin=hubs", "data.channels=3", "data.image_size=32", f"model.name={NAME}"]
-    words += ["model.weights=DEFAULT", "batch_size=64", "epochs=1"]
-    words += [*QUIET, "mode=ddp", f"output={tmp_path / 'run'}"]
-    known = {"NPROC": "2", "TORCH_HOME": str(tmp_path / "torch"), "PYTHONPATH": f"{tmp_path}:{PROJECT}"}
-    return trainer(*words, env=known, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and then nothing", b"<html>no such file</html>"])

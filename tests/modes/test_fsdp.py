@@ -245,12 +245,7 @@ def test_a_family_in_shards_is_the_whole_model(tmp_path):
     script = PROJECT / "tests" / "modes" / "sharded_families.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = warm.run(
-        [*command, str(tmp_path), *cases],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=7200,
-        cwd=PROJECT,
+        [*command, str(tmp_path), *cases], env=environment(), capture_output=True, text=True, timeout=7200, cwd=PROJECT
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "families.json").read_text())

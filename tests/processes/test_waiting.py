@@ -32,10 +32,7 @@ def test_what_hangs_is_left_behind() -> None:
 
 
 WAITING = [
-    (
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE",
-    ),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE"),
     (
         {"NNODES": "2", "NODE_RANK": "0"},
         "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with NODE_RANK=1",

@@ -10,9 +10,9 @@ import torch
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
-from tests.command_line import losses, ok, result, trainer
+from tests.command_line import ok, result, trainer
 from tests.data.photos.test_lazy_images import saved, scene
-from tests.modes.test_parity import FP32, SMALL, distances, norms, tensors
+from tests.modes.test_parity import SMALL, assert_same_training
 from tests.modes.ways import EXACT
 from trainer import evaluate, load
 from trainer import recipe as recipes
@@ -165,10 +165,7 @@ def test_models_of_squares_are_told_a_size_that_works(name, size, works):
 def test_timms_models_take_them_or_are_told_a_size():
     pytest.importorskip("timm", reason="pip install timm")
     with torch.device("meta"):
-        for name, size in (
-            ("vit_tiny_patch16_224", (64, 96)),
-            ("resnet18", (64, 96)),
-        ):
+        for name, size in (("vit_tiny_patch16_224", (64, 96)), ("resnet18", (64, 96))):
             recipe = ModelRecipe(name=f"timm:{name}")
             assert zoo.build(recipe, 5, 3, size).eval()(torch.zeros(2, 3, *size)).shape == (2, 5)
             made = eval(zoo.bare(recipe, 5, size), {"timm": __import__("timm")})
@@ -193,10 +190,7 @@ def single(tmp_path_factory):
 def test_modes_train_as_single_does(single, way, tmp_path):
     run = tmp_path / "run"
     ok(*OBLONG, *EXACT[way], f"output={run}")
-    assert losses(run) == pytest.approx(losses(single), rel=FP32)
-    assert norms(run) == pytest.approx(norms(single), rel=FP32)
-    assert all(distance < FP32 for distance in distances(tensors(run), tensors(single)).values())
-    assert result(run)["val_loss"] == pytest.approx(result(single)["val_loss"], rel=FP32)
+    assert_same_training(run, single)
 
 
 @pytest.mark.slow

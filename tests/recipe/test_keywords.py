@@ -50,11 +50,7 @@ def test_values_of_a_program():
             {"optimizer": object()},
             "optimizer=object is not a value for a recipe: set optimizer.name= and the like, or ",
         ),
-        (
-            [],
-            {"optimizer__lr": torch.ones(2)},
-            "optimizer.lr=Tensor is not a value for a recipe: write numbers, text",
-        ),
+        ([], {"optimizer__lr": torch.ones(2)}, "optimizer.lr=Tensor is not a value for a recipe: write numbers, text"),
         ([], {"precision": torch.bfloat16}, "precision=dtype is not a value for a recipe: write numbers"),
     ],
 )

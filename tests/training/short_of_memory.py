@@ -1,5 +1,6 @@
-"""A plugin: a model with BatchNorm and dropout on a full device, for passes of more than SHORT_ROWS images after
-SHORT_AFTER of them; with SHORT_IN=step once, in the optimizer's step. SHORT_RANK is the rank that it happens to.
+"""A plugin: a model with BatchNorm and dropout, and one without, on a full device, for passes of more than FAULTY_ROWS
+images after FAULTY_AFTER of them; with FAULTY_IN=step once, in the optimizer's step. FAULTY_RANK is the rank that it
+happens to.
 """
 
 import os
@@ -10,8 +11,8 @@ from torch import nn
 from trainer import register_model
 from trainer.models import small
 
-ROWS, AFTER = int(os.environ.get("SHORT_ROWS", 8)), int(os.environ.get("SHORT_AFTER", 0))
-HERE = os.environ.get("SHORT_RANK", "0") == os.environ.get("RANK", "0")
+ROWS, AFTER = int(os.environ.get("FAULTY_ROWS", 8)), int(os.environ.get("FAULTY_AFTER", 0))
+HERE = os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0")
 passes = 0
 
 
@@ -20,25 +21,30 @@ def full():
 
 
 class Short(nn.Module):
-    def __init__(self, model):
+    def __init__(self, model, dropout):
         super().__init__()
-        self.model, self.dropout = model, nn.Dropout(0.1)
+        self.model, self.dropout = model, nn.Dropout(dropout)
 
     def forward(self, x):
         global passes
         out = self.dropout(self.model(x))
         passes += torch.is_grad_enabled() and len(x) > ROWS
-        if HERE and torch.is_grad_enabled() and passes > AFTER and len(x) > ROWS and "SHORT_IN" not in os.environ:
+        if HERE and torch.is_grad_enabled() and passes > AFTER and len(x) > ROWS and "FAULTY_IN" not in os.environ:
             full()
         return out
 
 
 @register_model("short")
 def short(classes, channels, size):
-    return Short(small.SMALL["cnn"](classes, channels, size))
+    return Short(small.SMALL["cnn"](classes, channels, size), 0.1)
 
 
-if os.environ.get("SHORT_IN") == "step":
+@register_model("short_plain")
+def short_plain(classes, channels, size):
+    return Short(small.SMALL["cnn_gn"](classes, channels, size), 0.0)
+
+
+if os.environ.get("FAULTY_IN") == "step":
     from trainer.optim.optimization import Updater
 
     plain, steps = Updater.step, 0

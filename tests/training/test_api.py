@@ -54,11 +54,7 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
         ("digits", {"on_epoch": 1}, "on_epoch= is a function of one report, not int"),
         (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (None, {"data": DATA}, "data= is TensorDataset: it is (training set, held-out set), and may have class nam"),
-        (
-            None,
-            {"data": {"train": DATA, "unsupervised": DATA}},
-            "data= has train, unsupervised, where it needs ",
-        ),
+        (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised, where it needs "),
         (
             None,
             {"data": (DATA, DATA), "optimizer": torch.optim.SGD},

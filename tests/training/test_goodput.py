@@ -18,7 +18,6 @@ from trainer.telemetry.tracking import Tracker
 from trainer.training.setup import Claim
 
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "batch_size=96", "save.every_steps=5"]
-LOST_RANK = ["recipe=digits", "mode=ddp", "model.name=mlp", "devices=[cpu]", "epochs=400", "save.every_steps=5", *QUIET]
 
 
 def when(condition, patience=60.0):

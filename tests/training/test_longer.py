@@ -7,6 +7,7 @@ import pty
 import re
 import shutil
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -63,27 +64,39 @@ def fault(words, step):
 SINGLE, DDP = ["mode=single"], ["mode=ddp", "nproc=2"]
 
 
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """The folder of a run that had four epochs from the beginning."""
+
+    @cache
+    def folder(*words):
+        path = tmp_path_factory.mktemp("whole") / "run"
+        ok(*words, "epochs=4", "max_steps=null", f"output={path}")
+        return path
+
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "mode", "short", "killed"),
     [
         (STEP, SINGLE, ["epochs=2"], None),
-        (STEP, DDP, ["epochs=2"], None),
-        (CONSTANT, DDP, ["epochs=3"], 8),  # within an epoch
         (STEP, SINGLE, ["epochs=4", "max_steps=8"], None),  # which ends an epoch early
-        (CONSTANT, DDP, ["epochs=3", "max_steps=8"], None),
+        (CONSTANT, DDP, ["epochs=2"], None),
+        (CONSTANT, DDP, ["epochs=3"], 8),  # within an epoch
     ],
 )
 def test_a_run_with_a_rate_that_does_not_know_its_end_is_one_that_had_more_epochs_at_once(
-    schedule, mode, short, killed, tmp_path
+    schedule, mode, short, killed, at_once, tmp_path
 ):
-    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *schedule, *mode, "save.every_steps=3"]
+    run, words = tmp_path / "run", [*WORDS, *schedule, *mode, "save.every_steps=3"]
+    whole = at_once(*words)
     if killed:
         fault([*words, *short, f"output={run}"], killed)
     else:
         ok(*words, *short, f"output={run}")
     assert not killed or held(run)[0].step < killed
-    ok(*words, "epochs=4", "max_steps=null", f"output={whole}")
     done = ok(f"recipe={run}", *mode, "epochs=4", "max_steps=null", f"output={run}", "resume=auto")
     assert "new cosine" not in " ".join(done.stdout.split())
     if "max_steps=8" in short:  # whose end was evaluated, and may be the best
@@ -93,25 +106,22 @@ def test_a_run_with_a_rate_that_does_not_know_its_end_is_one_that_had_more_epoch
         assert digest(run / "last.safetensors") == digest(whole / "last.safetensors")
         assert held(run)[0] == held(whole)[0]
         assert held(run)[2]["history"]["latest"] == held(whole)[2]["history"]["latest"]
+        before = digest(run / "last.safetensors")
+        ok(f"recipe={run}", *mode, f"output={run}", "resume=auto")  # it is complete
+        assert digest(run / "last.safetensors") == before and result(run)["epochs"] == 4
     else:
         same(run, whole)
-    before = digest(run / "last.safetensors")
-    ok(f"recipe={run}", *mode, f"output={run}", "resume=auto")  # it is complete
-    assert digest(run / "last.safetensors") == before and result(run)["epochs"] == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [SINGLE, DDP])
-def test_a_cosine_begins_anew_at_its_peak_and_stays_on_its_way_however_often_it_is_killed_and_lengthened(
-    mode, tmp_path
-):
+def test_a_cosine_begins_anew_at_its_peak_and_stays_on_its_way_however_often_it_is_killed_and_lengthened(tmp_path):
     """Held against one run whose recipe has the new cosines from the beginning."""
-    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *mode]
+    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *DDP]
     ok(*words, "epochs=6", "schedule.restart=[2,3]", f"output={whole}")
     rates = [float(row["lr"]) for row in steps(whole)]
     assert rates[10] == rates[15] == 0.02 == max(rates) and rates[9] < 0.003 and rates[14] < 0.004
     ok(*words, "epochs=2", f"output={run}")
-    longer = [f"recipe={run}", *mode, f"output={run}", "resume=auto"]
+    longer = [f"recipe={run}", *DDP, f"output={run}", "resume=auto"]
     fault([*longer, "epochs=3", ALLOWED], 12)  # before anything of the new cosine is saved
     assert held(run)[0].step == 10 and result(run)["status"] == "running"
     done = ok(*longer)  # the plain words: its recipe has changed

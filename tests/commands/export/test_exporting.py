@@ -192,31 +192,15 @@ def test_what_a_killed_export_left_behind_is_removed_by_the_next(here):
         (["images"], RecipeError, "format=: export needs one of onnx, exported_program, as in"),
         (["images", "format=onx"], RecipeError, "format=onx: export needs one of onnx, exported_program"),
         (["images", PT2, "output=x.onnx"], RecipeError, "format=exported_program end with .pt2"),
-        (
-            ["images", PT2, "output=no/x.pt2"],
-            SetupError,
-            "there is no folder no; make it, or choose another output=",
-        ),
-        (
-            ["nowhere", PT2, "output=x.pt2"],
-            CheckpointError,
-            "'nowhere' is not there, nor runs/nowhere: give a run",
-        ),
+        (["images", PT2, "output=no/x.pt2"], SetupError, "there is no folder no; make it, or choose another output="),
+        (["nowhere", PT2, "output=x.pt2"], CheckpointError, "'nowhere' is not there, nor runs/nowhere: give a run"),
         (
             ["runs/images/steps.csv", PT2, "output=x.pt2"],
             CheckpointError,
             "steps.csv is not a kind of file that is read",
         ),
-        (
-            ["images", PT2, "output=x.pt2", "epohcs=3"],
-            RecipeError,
-            "epohcs is not a key; did you mean epochs?",
-        ),
-        (
-            ["images", PT2, "output=runs/images/model-there.pt2"],
-            RecipeError,
-            "is there already: remove it",
-        ),
+        (["images", PT2, "output=x.pt2", "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
+        (["images", PT2, "output=runs/images/model-there.pt2"], RecipeError, "is there already: remove it"),
         (["words", PT2, "output=x.pt2"], RecipeError, "model.name=bag is not a model"),
         (
             ["images", PT2, "output=x.pt2", "plugin=absent_one"],

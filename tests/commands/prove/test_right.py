@@ -12,15 +12,7 @@ import torch
 from trainer.commands.prove import fast, prove_probe, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
 from trainer.commands.prove.prove_probe import compare, pattern, types
-from trainer.commands.prove.right import (
-    STEPS,
-    TOLERANCE,
-    Traces,
-    compared,
-    digits,
-    modes_here,
-    same_bits,
-)
+from trainer.commands.prove.right import STEPS, TOLERANCE, Traces, compared, digits, modes_here, same_bits
 from trainer.commands.trials.engine import TrialFailed
 from trainer.devices.assignment import assign_devices
 from trainer.recipe import TRAITS, load

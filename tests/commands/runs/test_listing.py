@@ -86,10 +86,7 @@ DAMAGED = {
             | {"recipe": {}}
         ).encode(),
     ),
-    "not finite": (
-        "result.json",
-        b'{"mode": "a", "status": "b", "steps": 1, "best_top1": NaN, "seconds": 1e999}',
-    ),
+    "not finite": ("result.json", b'{"mode": "a", "status": "b", "steps": 1, "best_top1": NaN, "seconds": 1e999}'),
     "steps": ("steps.csv", b"step,epoch\n\x00\xff,,,\n"),
     "events": ("events.out.tfevents.1", b"\x00" * 100),
 }

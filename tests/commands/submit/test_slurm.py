@@ -23,10 +23,7 @@ from trainer.errors import (
 _FINAL = (RecipeError, SetupError, CheckpointError, NotFiniteError, DeviceMemoryError, FolderInUseError, DiskFullError)
 HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 ASKED = ["slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"]
-STANDS_IN = {
-    "srun": 'printf "%s\\0" "$@" >srun.words; exit ${CODE:-0}',
-    "scontrol": 'echo "$@" >>requeued',
-}
+STANDS_IN = {"srun": 'printf "%s\\0" "$@" >srun.words; exit ${CODE:-0}', "scontrol": 'echo "$@" >>requeued'}
 
 
 @pytest.fixture

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from trainer.commands.trials.significance import (
-    ERROR,
-    LOOKS,
-    differences,
-    ratios,
-    unclear,
-)
+from trainer.commands.trials.significance import ERROR, LOOKS, differences, ratios, unclear
 
 NOISE = 0.027  # standard deviation of a pair's log-ratio: runs of 4 s, medians of windows, two busy cores
 NOISY = 0.048  # the same at other times

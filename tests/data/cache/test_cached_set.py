@@ -119,8 +119,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(photos):
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "disk")],
+    ("typed", "meant"), [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "disk")]
 )
 def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
     (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")

@@ -81,11 +81,7 @@ def test_a_column_may_say_the_split_and_the_table_may_lie_elsewhere(photos, tmp_
         (table("file,label", ["cat", "dog"] * 2, NAMES[:4]), [], "no row of split val"),
         (table("file,label", ["cat"] * 4 + ["cow"] * 4), [], "line 6: no training image has the class 'cow'"),
         (table("file,label", ["cat", "dog"] * 4).replace("0.png", "9.png"), [], "line 2: .*train/9.png is not there"),
-        (
-            table("file,a,b", ["1,0"] * 8),
-            [],
-            "a column with each image's class; its other columns are a, b",
-        ),
+        (table("file,a,b", ["1,0"] * 8), [], "a column with each image's class; its other columns are a, b"),
         (table("file,age", ["young"] * 8), ["task.name=regression"], "line 2: young are not all numbers"),
         (table("file,a,b", ["1,2"] * 8), ["task.name=multilabel"], "labels must be 0 or 1, found 1 to 2"),
         (table("file,age", ["1", "nan"] * 4), ["task.name=regression"], "line 3: nan are not all numbers"),

@@ -88,10 +88,7 @@ def split_below_classes(root):
         ),
         (classes_beside_val, "{root} holds val and no train: move the classes to be trained to {root}/train, or type "),
         (classes_beside_val, "data.root={root}/val, which trains on that and holds out a part"),
-        (
-            split_below_classes,
-            "{root}: each class holds train and val: put the classes into these",
-        ),
+        (split_below_classes, "{root}: each class holds train and val: put the classes into these"),
         (
             lambda root: photo_set(root, {"cat": 1, "dog": 1}),
             "{root}: every class has one image, so none can be held out: give each two or more",

@@ -10,9 +10,9 @@ import torchvision
 from torch import nn
 
 import trainer
-from tests.command_line import WHOLE, losses, ok, result
+from tests.command_line import WHOLE, ok, result
 from tests.command_line import trainer as command
-from tests.modes.test_parity import FP32, distances, norms, tensors
+from tests.modes.test_parity import assert_same_training
 from tests.modes.ways import EXACT
 from trainer.data import open_datasets, register_dataset
 from trainer.data.folders.scanning import LeftOut, listed
@@ -191,9 +191,7 @@ def single(photos, tmp_path_factory):
 def test_modes_train_as_single_does(photos, single, way, tmp_path):
     run = tmp_path / "run"
     ok(*TRAIN, f"data.root={photos}", *EXACT[way], f"output={run}")
-    assert losses(run) == pytest.approx(losses(single), rel=FP32)
-    assert norms(run) == pytest.approx(norms(single), rel=FP32)
-    assert all(distance < FP32 for distance in distances(tensors(run), tensors(single)).values())
+    assert_same_training(run, single)
 
 
 def test_what_was_measured_stays_with_the_run(photos, single, tmp_path):

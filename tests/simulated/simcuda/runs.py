@@ -136,11 +136,7 @@ def alone() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     quiet = open(os.devnull, "w")  # noqa: SIM115
     try:
-        with (
-            quiet,
-            mock.patch.multiple(stages, TRIAL_SECONDS=0.0, TRIAL_STEPS=(2, 2)),
-            mock.patch("sys.stdout", quiet),
-        ):
+        with quiet, mock.patch.multiple(stages, TRIAL_SECONDS=0.0, TRIAL_STEPS=(2, 2)), mock.patch("sys.stdout", quiet):
             yield
     finally:
         torch.set_num_threads(before[0])

@@ -275,6 +275,17 @@ def test_images_alone_are_those_of_the_whole_batches(loading, sets):
     assert all(batch.targets.numel() == 0 and batch.inputs.numel() > 0 for batch in loader.evaluation())
 
 
+@pytest.mark.parametrize("sets", [memory_sets, photo_sets])
+def test_a_shard_that_reads_for_a_teacher_reads_no_held_out_images(loading, sets):
+    """Which raise here where photos are; it has the labels of another share's outputs."""
+    whole = epoch(loading(sets(), *AUGMENT))
+    held_out = sets().val if sets is memory_sets else Drawers(7)
+    loader = loading(replace(sets(), val=held_out), *AUGMENT, shard=DataShare(counted=False))
+    assert same(epoch(loader), whole)
+    (batch,) = loader.evaluation()
+    assert batch.inputs.numel() == 0 and batch.targets[: batch.count].tolist() == [*range(7)]
+
+
 def every(loading, sets, count, *words):
     """An epoch of every sample, a list of batches a shard."""
     shards = [DataShare(index, count, every_sample=True) for index in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,16 @@ from torch import nn
 from torch.nn.functional import softmax
 
 import trainer
-from tests.command_line import QUIET, losses, ok, result
+from tests.command_line import QUIET, environment, losses, ok, result
 from tests.command_line import trainer as typed
 from tests.data.photo_folders import photo_set
 from tests.modes.test_parity import ALONE, EXACT, FP32, SHALLOW, SMALL, assert_same_training, norms
 from tests.training.graphed_runs import differences, launched, replayed
+from tests.warm import Popen
 from trainer import tasks
 from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
+from trainer.commands.plan.forecast import traffic
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.planned_memory import footprint
 from trainer.data import Batch, TensorSpec, open_datasets
@@ -136,6 +139,66 @@ def test_a_mode_learns_from_a_teacher_as_single_does(way, teacher, single, tmp_p
     assert_same_training(run, reference)
 
 
+@pytest.fixture(scope="module")
+def large(teacher):
+    """With several times the weights of the student."""
+    folder = teacher.parent / "large"
+    ok(*SMALL, "model.name=resnet20", "data.samples=320", "epochs=1", "mode=single", f"output={folder}")
+    return folder
+
+
+SHARDED = {
+    "2": EXACT["fsdp"],
+    "3": ["mode=fsdp", "nproc=3", "shares=[1,1,1]"],
+    "2x2": EXACT["fsdp 2x2"],
+    "unequal, in pieces": [*EXACT["fsdp"], "shares=[3,1]", "accumulate=2", "recompute=true", "channels_last=true"],
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "2")) for way in SHARDED])
+def test_a_large_teacher_is_sharded_as_its_student_is(way, large, single, tmp_path):
+    words = ["distill.weight=0.7", "distill.temperature=3"]
+    reference, run = single(f"distill.teacher={large}", *words), tmp_path / "run"
+    words += ["distill.teacher=large", *SHARDED[way], f"output={run}"]
+    assert "in shards: large" in ok(*SMALL, *TAUGHT, *words, cwd=large.parent).stdout
+    assert_same_training(run, reference)
+    assert load_file(run / "last.safetensors").keys() == load_file(reference / "last.safetensors").keys()
+
+
+def test_shards_of_a_teacher_are_all_that_a_rank_keeps(tmp_path):
+    """And torch keeps no list of its passes, of which no backward pass comes."""
+    ranks = (Popen([sys.executable, "-c", ON_A_RANK, str(rank), str(tmp_path)], env=environment()) for rank in (0, 1))
+    assert [rank.wait(120) for rank in [*ranks]] == [0, 0]
+
+
+ON_A_RANK = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from trainer.errors import RecipeError
+from trainer.models.small import SMALL
+from trainer.modes.fsdp import _refused, _sharded
+
+dist.init_process_group("gloo", f"file://{sys.argv[2]}/store", rank=int(sys.argv[1]), world_size=2)
+torch.manual_seed(0)
+model = SMALL["resnet20"](10, 1, 8).eval().requires_grad_(False)
+inputs = torch.randn(4, 1, 8, 8)
+whole = sum(p.numel() for p in model.parameters())
+expected = model(inputs)
+answer = _sharded(model, init_device_mesh("cpu", (2,)), lambda reason: _refused("it", reason))
+for _ in range(3):
+    with torch.no_grad():
+        torch.testing.assert_close(answer(inputs), expected)
+    here = sum(p.to_local().numel() for p in model.parameters())
+    assert 0.45 * whole < here < 0.55 * whole, "no unit stays whole"
+state = model._get_fsdp_state()
+assert not state._comm_ctx.post_forward_order
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 def test_the_loss_is_a_share_of_each(teacher, single):
     """Without the teacher's share it is the run without a teacher, to the bit, and its first loss is linear in it."""
     words = [[f"distill.teacher={teacher}", f"distill.weight={share}"] for share in ("0", "0.7", "1")]
@@ -182,7 +245,7 @@ def test_the_teacher_is_left_as_it_is(teacher):
     with torch.no_grad():  # in fp32: the student's bf16 would be 1e-3 apart
         wanted = trainer.load(teacher).model((inputs * data.std[0] + data.mean[0] - mean) / std)
     torch.testing.assert_close(taught[:, 1:], wanted, rtol=1e-5, atol=1e-5)
-    assert idle.teach(batch) is batch and idle.digest == mine.digest
+    assert idle.teach(batch) is batch and idle.facts == mine.facts
 
 
 def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
@@ -198,7 +261,8 @@ def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
     with safe_open(moved / "last.safetensors", "pt") as file:
         told = file.metadata()
     save_file({**weights, "0.weight": weights["0.weight"] * 1.001}, moved / "last.safetensors", told)
-    for other, code in ((moved, 4), (tmp_path / "nowhere", 4)):
+    save_file(weights, tmp_path / "brighter.safetensors", told | {"mean": "[0.9]"})
+    for other, code in ((moved, 4), (tmp_path / "nowhere", 4), (tmp_path / "brighter.safetensors", 4)):
         done = typed(*again, f"distill.teacher={other}")
         assert done.returncode == code and done.stderr.count("\n") == 1 and f"={other}" in done.stderr, done.stderr
     changed = typed(*[word for word in again if word != words[1]], "distill.weight=0.6", words[0])
@@ -273,7 +337,15 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     recipe = load(None, "distill.teacher=resnet18", "data.name=synthetic", "data.image_size=32")
     data = open_datasets(recipe)
-    many = dataclasses.replace(data, classes=tuple(f"n{number}" for number in range(1000)), mean=(0.5,) * 3)
+    folders = ("n01440764", *(f"n02{number:06}" for number in range(998)), "n15075141")
+    many = dataclasses.replace(data, classes=folders, mean=(0.5,) * 3)
+    words = tuple(sorted(torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]))
+    for classes in (words, folders[::-1]):  # in another order than the teacher's
+        other = dataclasses.replace(many, classes=classes)
+        with pytest.raises(RecipeError, match=r"knows 1000 \(tench, "):
+            Teacher(tasks.create(recipe, classes), other, torch.device("cpu"), True)
+    without = dataclasses.replace(many, classes=tuple(map(str, range(1000))))
+    assert "by their order" in Teacher(tasks.create(recipe, without.classes), without, torch.device("cpu"), True).note
     mine = Teacher(tasks.create(recipe, many.classes), many, torch.device("cpu"), True)
     pixels = torch.rand(2, 3, 32, 32)
     mean, std, own, spread = (
@@ -284,8 +356,17 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     with torch.no_grad():
         wanted = theirs.eval()((pixels - own) / spread)
     taught = mine.teach(batch).targets
+    assert "by their order" not in mine.note
     torch.testing.assert_close(taught[:, 1:], wanted, rtol=1e-4, atol=1e-4)
     assert taught[:, 0].tolist() == [3, 999]
+
+
+def test_a_teacher_that_timm_lacks_is_one_line(monkeypatch):
+    timm = SimpleNamespace(is_model=lambda name: False, get_pretrained_cfg=lambda name: None)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    spec = TensorSpec((3, 64, 64), torch.float32)
+    with pytest.raises(RecipeError, match=r"^distill.teacher=timm:resnt10t: .* is not a model of timm"):
+        trained_teacher(load(None, "distill.teacher=timm:resnt10t"), spec, 1000)
 
 
 def test_a_published_teacher_reads_the_images_of_the_run():
@@ -300,6 +381,18 @@ def test_a_published_teacher_reads_the_images_of_the_run():
     theirs = Trained(Path(), {}, told | {"image_size": "[48,32]"}, own, own)
     with pytest.raises(RecipeError, match=r"type data.image_size=\[48,32\] data.channels=3"):
         Teacher._check(mine, theirs, data.classes, data)
+
+
+def test_a_plan_has_shards_of_a_large_one(large, teacher):
+    """As training decides, at the same size."""
+    size = sum(t.nbytes for t in load_file(large / "last.safetensors").values())
+    for name, share in {"cnn_gn": size / 2, "resnet20": size}.items():
+        chosen = load("digits", f"distill.teacher={large}", "batch_size=64", "mode=fsdp", f"model.name={name}")
+        fake, layout = FakeModel(chosen, dataset_facts(chosen), "cpu"), lay_out(chosen, 2)
+        assert [device.teacher for device in footprint(fake, layout)] == [share] * 2
+        plain = FakeModel(chosen.replace(distill={}), dataset_facts(chosen), "cpu")
+        more = traffic(fake, layout, None).reduced - traffic(plain, layout, None).reduced
+        assert more == (size / 2 if share < size else 0)
 
 
 def test_a_plan_counts_it_where_it_is(teacher):

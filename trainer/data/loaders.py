@@ -116,10 +116,11 @@ class Loader:
         # Photos are read for themselves, or for labels that are known in no other way.
         parts, skip = (datasets.train, datasets.val), recipe.data.on_error == "skip"
         labels = [known_labels(part, skip) if share.targets else None for part in parts]
+        reads = share.inputs, share.inputs and share.counted
         sources: list[PhotoSource] = [
             part
-            for part, known in zip(parts, labels, strict=True)
-            if not isinstance(part, ImageSet | TensorSet) and (share.inputs or (share.targets and known is None))
+            for part, known, read in zip(parts, labels, reads, strict=True)
+            if not isinstance(part, ImageSet | TensorSet) and (read or (share.targets and known is None))
         ]
         self._slot, self._workers = 0, 0
         if sources:
@@ -128,22 +129,21 @@ class Loader:
         pool = readers_of(datasets, sources, self._rows, recipe, self._workers) if sources else None
 
         def feed(
-            part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe
+            part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe, read: bool
         ) -> MemoryFeed | PhotoFeed:
             number = next((n for n, each in enumerate(sources) if each is part), None)
             if pool is not None and number is not None:
                 return PhotoFeed(pool, number, self._rows, device)
-            if share.inputs and isinstance(part, ImageSet):
+            if read and isinstance(part, ImageSet):
                 images = ImageFeed(part, self._rows, augment, recipe.seed, device)
                 if share.index == 0 and not counted:  # every rank has decoded every image
                     images.failures += part.failures
                 return images
-            inputs = part.inputs if share.inputs and isinstance(part, TensorSet) else None
+            inputs = part.inputs if read and isinstance(part, TensorSet) else None
             return MemoryFeed(inputs, known, len(part), self._rows, device)
 
         self._feeds += [
-            feed(part, known, augment)
-            for part, known, augment in zip(parts, labels, (recipe.augment, AugmentRecipe()), strict=True)
+            feed(*each) for each in zip(parts, labels, (recipe.augment, AugmentRecipe()), reads, strict=True)
         ]
         for made, (failures, uncached) in zip(self._feeds, counted, strict=False):
             made.failures, made.uncached = failures, uncached
@@ -242,7 +242,8 @@ class Loader:
         if then is not None and isinstance(train, PhotoFeed):
             train.prefetch(then, self._indices(then))
         for (images, labels, count), span in zip(batches, self.evaluation_spans, strict=True):
-            yield Batch(self._inputs(images), self._targets(labels), count, self._samples(range(*span), count))
+            inputs = self._inputs(images) if self._share.counted else self._transform.nothing
+            yield Batch(inputs, self._targets(labels), count, self._samples(range(*span), count))
 
     def _samples(self, span: range, count: int) -> Sequence[int] | None:
         """The held-out samples of the batch that was just read, `count` of a span: the others could not be read."""

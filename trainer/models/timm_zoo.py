@@ -21,12 +21,8 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: Ima
         RecipeError: timm is not installed, or has no such model or weights.
         SetupError: the weights cannot be fetched.
     """
-    timm = _timm(recipe.name)
-    name, options = _tagged(recipe), {"num_classes": num_classes, "in_chans": channels}
-    if not timm.is_model(name):
-        raise RecipeError(f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models")
-    if recipe.weights is not None or "." in name:
-        _check_weights(timm, recipe, name)
+    timm, name = _checked(recipe)
+    options = {"num_classes": num_classes, "in_chans": channels}
     pretrained = starting and recipe.weights is not None
     try:
         return _created(timm, name, image_size, **options, pretrained=pretrained)
@@ -37,15 +33,16 @@ def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: Ima
             raise
         place = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
         raise SetupError(
-            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); fetch "
-            f"model.safetensors of {place} elsewhere, and start from it: model.weights=null model.init_from=FILE"
+            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); copy what "
+            f"another machine's ~/.cache/huggingface/hub has of {place} to this one's, or start from its "
+            "model.safetensors: model.weights=null model.init_from=FILE"
         ) from None
 
 
 def bare(name: str, num_classes: int, channels: int, image_size: ImageSize) -> str:
     """The call that makes the bare model."""
     sized = f", img_size={image_size}" if _takes_size(name) else ""
-    return f"timm.create_model('{_plain(name)}', num_classes={num_classes}, in_chans={channels}{sized})"
+    return f"timm.create_model('{name.removeprefix(TIMM)}', num_classes={num_classes}, in_chans={channels}{sized})"
 
 
 def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
@@ -63,7 +60,8 @@ def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
 
 
 def known_classes(model: ModelRecipe) -> int:
-    return int(_timm(model.name).get_pretrained_cfg(_tagged(model)).num_classes)
+    timm, name = _checked(model)
+    return int(timm.get_pretrained_cfg(name).num_classes)
 
 
 def _timm(name: str) -> Any:
@@ -74,14 +72,20 @@ def _timm(name: str) -> Any:
     return timm
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix(TIMM)
-
-
 def _tagged(recipe: ModelRecipe) -> str:
     """timm's name of a model and its weights: resnet18, or resnet18.a1_in1k."""
-    name = _plain(recipe.name)
+    name = recipe.name.removeprefix(TIMM)
     return name if recipe.weights in (None, "DEFAULT") else f"{name.partition('.')[0]}.{recipe.weights}"
+
+
+def _checked(recipe: ModelRecipe) -> tuple[Any, str]:
+    """timm, and its name of a model that it has, with the weights that the recipe asks for. Raises RecipeError."""
+    timm, name = _timm(recipe.name), _tagged(recipe)
+    if not timm.is_model(name):
+        raise RecipeError(f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models")
+    if recipe.weights is not None or "." in name:
+        _check_weights(timm, recipe, name)
+    return timm, name
 
 
 def _check_weights(timm: Any, recipe: ModelRecipe, name: str) -> None:
@@ -107,7 +111,7 @@ def _takes_size(name: str) -> bool:
     """Whether a model is made for one size of images, which is an argument."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            _timm(name).create_model(_plain(name), img_size=7 * 32)
+            _timm(name).create_model(name.removeprefix(TIMM), img_size=7 * 32)
     except TypeError:
         return False
     except Exception:  # it has the argument, and refuses the size

@@ -152,6 +152,12 @@ class Strategy:
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         self.module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
 
+    def place_teacher(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Take a teacher to this device, unless it is there: what answers inputs without gradients. Collective."""
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        taught: nn.Module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+        return taught
+
     def transform(self) -> None:
         """Compile, cut or shard it: whatever changes how it computes or which part of it this rank has."""
         if self.recipe.compile:

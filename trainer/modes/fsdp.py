@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
 from trainer.errors import RecipeError
+from trainer.models.memory import size_of
 from trainer.models.norms import training_norms
 from trainer.models.shapes import computed, give_values
 from trainer.modes.base import Communication, Strategy
@@ -33,6 +35,7 @@ from trainer.modes.fsdp_units import (
     copy_views,
     kept_whole,
     storages,
+    teacher_share,
     unit_sizes,
     units_of,
     unshardable,
@@ -93,10 +96,10 @@ class FullyShardedDataParallel(Strategy):
         policy = OffloadPolicy()
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
-        mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
+        self.mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
         # On cards the hosts would wait for each other.
         self.order = Order(self._refusal, every=1 if self.device.type == "cpu" else 64)
-        with lost_peers(), self._explained():
+        with lost_peers(), _explained(self._refusal):
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
                 if (reason := unshardable(unit, name)) is not None:
@@ -111,7 +114,7 @@ class FullyShardedDataParallel(Strategy):
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
-                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+                fully_shard(unit, mesh=self.mesh, reshard_after_forward=reshard, offload_policy=policy)
                 self.order.watch(unit, name)
         for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
             sharded.set_gradient_divide_factor(1.0)
@@ -130,9 +133,18 @@ class FullyShardedDataParallel(Strategy):
             }
         super().connect()
         if self.world.size > 1:
-            with lost_peers(), self._explained():
+            with lost_peers(), _explained(self._refusal):
                 check_sharded(self, self._whole)
             del self._whole
+
+    def place_teacher(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        parts, size = weight_shards(self.recipe, self.world.size), size_of(*model.parameters(), *model.buffers())
+        if teacher_share(size, size_of(*self.module.parameters()), parts) == size:
+            return super().place_teacher(model)
+        if (reason := "keeps computed weights" if computed(model) else unshardable(model, "")) is not None:
+            self.context.say(f"distill.teacher is whole on each rank, for it {reason}")
+            return super().place_teacher(model)
+        return _sharded(model, self.mesh, partial(_refused, f"distill.teacher={self.recipe.distill.teacher}"))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return super().named_parameters() if self.sharded is None else self._local
@@ -148,28 +160,13 @@ class FullyShardedDataParallel(Strategy):
                 self.broadcast_buffers({})
             if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
-            with self._explained():
+            with _explained(self._refusal):
                 loss = super().forward_backward(batch, weight, sync)
             self.order.end_pass([name for name, parameter in self.sharded.items() if parameter.grad is not None])
             return loss
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """A RecipeError in place of torch's errors over a model whose blocks cannot be sharded apart."""
-        reasons = {
-            "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
-            "out of bounds for storage": "changes a block's outputs in place",
-        }
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            reason = next((reason for words, reason in reasons.items() if words in str(error)), None)
-            if reason is None:
-                raise
-            raise self._refusal(reason) from error
-
     def _refusal(self, reason: str) -> RecipeError:
-        return RecipeError(f"model.name={self.recipe.model.name} {reason}, which mode=fsdp cannot shard: use mode=ddp")
+        return _refused(f"model.name={self.recipe.model.name}", reason)
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Blocks are timed one by one: between them a pass waits for weights from other ranks."""
@@ -191,7 +188,7 @@ class FullyShardedDataParallel(Strategy):
         self.world.max_(flag)
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        with lost_peers(), self._explained():
+        with lost_peers(), _explained(self._refusal):
             return super().forward(inputs)
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
@@ -276,6 +273,43 @@ class FullyShardedDataParallel(Strategy):
                 "largest_unit": self.largest_unit,
             }
         }
+
+
+def _sharded(model: Any, mesh: DeviceMesh, refusal: Callable[[str], RecipeError]) -> Callable[[Tensor], Tensor]:
+    """What passes inputs, without gradients, through a model that every rank had whole. It holds nothing of a strategy,
+    which may be made anew."""
+    order = Order(refusal, every=1 if mesh.device_type == "cpu" else 64)
+    for name in [*units_of(model), ""]:
+        order.watch(fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True), name)
+
+    def run(inputs: Tensor) -> Tensor:
+        with lost_peers(), _explained(refusal):
+            outputs: Tensor = model(inputs)
+            order.end_pass()
+        model._get_fsdp_state()._root_post_backward_final_callback()  # torch remembers passes up to a backward pass
+        return outputs
+
+    return run
+
+
+@contextmanager
+def _explained(refusal: Callable[[str], RecipeError]) -> Iterator[None]:
+    """A RecipeError in place of torch's errors over a model whose blocks cannot be sharded apart."""
+    reasons = {
+        "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
+        "out of bounds for storage": "changes a block's outputs in place",
+    }
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        reason = next((reason for words, reason in reasons.items() if words in str(error)), None)
+        if reason is None:
+            raise
+        raise refusal(reason) from error
+
+
+def _refused(what: str, reason: str) -> RecipeError:
+    return RecipeError(f"{what} {reason}, which mode=fsdp cannot shard: use mode=ddp")
 
 
 def timed(mark: Callable[[], object], unit: nn.Module, *_: Any) -> None:

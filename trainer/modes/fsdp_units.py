@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer.models.blocks import blocks
 from trainer.models.given import has_hooks
+from trainer.models.memory import COPIES
 
 Storage = weakref.ref[torch.UntypedStorage]
 TRIES = 20
@@ -52,6 +53,12 @@ def unit_sizes(model: nn.Module, units: Sequence[str]) -> list[int]:
     """Bytes of the parameters of the root, and of each unit."""
     inside = [sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in units]
     return [sum(p.numel() * p.element_size() for p in model.parameters()) - sum(inside), *inside]
+
+
+def teacher_share(teacher: int, student: int, parts: int) -> int:
+    """Bytes that a rank holds of a teacher: its shards where all would be more than it keeps of the student, with
+    gradients and optimizer."""
+    return -(-teacher // parts) if teacher * parts > COPIES * student else teacher
 
 
 def whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:

@@ -168,11 +168,13 @@ class KnownImages(Part):
 
     def facts(self) -> dict[str, Any]:
         teacher = self.resolved.teacher
-        return {"classes": self.resolved.datasets.classes, "teacher": teacher and teacher.digest}
+        return {"classes": self.resolved.datasets.classes, "teacher": teacher and teacher.facts}
 
     def restore(self, saved: State) -> None:
-        if saved.facts.get("teacher") != self.facts()["teacher"]:
-            what = f"distill.teacher={self.recipe.distill.teacher} has other weights than this run has learned from"
+        before, now = saved.facts.get("teacher"), self.facts()["teacher"]
+        if before not in (now, now and now[0]):  # earlier versions kept the weights' digest alone
+            word = f"distill.teacher={self.recipe.distill.teacher}"
+            what = f"{word} has other weights, precision, mean or std than this run has learned from"
             raise CheckpointError(f"{what}: put those back, or choose another output= to start anew")
         tell_changes(self.resolved, self.state.total_steps, saved)
 

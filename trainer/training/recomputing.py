@@ -13,7 +13,7 @@ from trainer.devices.precision import AUTOCAST
 from trainer.models import memory
 from trainer.models.recompute import recompute, runs_of
 from trainer.models.shapes import without_values
-from trainer.modes.fsdp_units import unit_sizes, units_of
+from trainer.modes.fsdp_units import teacher_share, unit_sizes, units_of
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes, most_rows, weight_shards
 from trainer.telemetry.device_memory import free_memory
@@ -30,7 +30,9 @@ def settled(resolved: Resolved, model: nn.Module) -> Resolved:
     if recipe.recompute != "auto":
         return resolved
     if world.device.type == "cuda":
-        room = memory.room_in(free_memory(world.device), world.sharing())
+        weights, taught = memory.size_of(*model.parameters()), resolved.teacher.size if resolved.teacher else 0
+        held = teacher_share(taught, weights, weight_shards(recipe, world.size))
+        room = memory.room_in(free_memory(world.device), world.sharing(), held)
         example = resolved.datasets.example(most_rows(recipe, resolved.share.count))
         count = blocks_needed(model, recipe, example, room, world.size)
     count = int(world.max_(torch.tensor(count)).item())

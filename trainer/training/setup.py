@@ -163,7 +163,7 @@ def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
     teacher = None
     if recipe.distill.teacher is not None:
         teacher = world.all_or_none(lambda: Teacher(task, data, world.device, share.targets), DATA_PATIENCE)
-        other = teacher.digest != world.broadcast_object(teacher.digest)
+        other = teacher.facts != world.broadcast_object(teacher.facts)
         what = f"distill.teacher={recipe.distill.teacher} has other weights on rank {world.rank} than on rank 0"
         world.raise_any(RecipeError(f"{what}: copy the file") if other else None)
     tracker.resolved(recipe)
@@ -220,6 +220,8 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
         task, example = teacher, replace(example, targets=teacher.targets)
     context = Context(recipe, world, task, example, len(data.train), share, tuned=tuned, say=say, recomputed=recomputed)
     strategy, updater = wire(context, model)
+    if teacher is not None:
+        teacher.place(strategy)
     # Ranks of this machine that read images: of a pipeline's, one or two a replica.
     reading = int(world.sum_(torch.tensor(float(share.inputs))).item())
     readers = max(1, world.place.local_size * reading // world.size)

@@ -7,8 +7,10 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torchvision
 import xxhash
 from torch import Tensor
 
@@ -20,7 +22,9 @@ from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.inputs import with_pretrained_input
+from trainer.models.memory import size_of
 from trainer.models.zoo import are_names, build
+from trainer.modes import Strategy
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
@@ -28,6 +32,10 @@ from trainer.saving.run_names import run_named
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
 from trainer.training.trained import Trained, task_without_loss
+
+IMAGENET_CLASSES = torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]
+FIRST, LAST = "n01440764", "n15075141"  # of its folders, in the same order
+WHOLE = ", whole on each device that has outputs"
 
 
 def trained_teacher(recipe: Recipe, inputs: TensorSpec, outputs: int, starting: bool = True) -> Trained:
@@ -45,8 +53,8 @@ def trained_teacher(recipe: Recipe, inputs: TensorSpec, outputs: int, starting: 
         size: ImageSize = inputs.shape[-1] if square else (inputs.shape[-2], inputs.shape[-1])
         weights = build(own.model, outputs, inputs.shape[0], size, starting).state_dict()
         mean, std = statistics(tuple(own.data.mean or IMAGENET[0]), tuple(own.data.std or IMAGENET[1]), inputs.shape[0])
-        told = {"classes": [*map(str, range(known))], "mean": mean, "std": std, "channels": len(mean)}
-        told["image_size"] = size
+        names = IMAGENET_CLASSES if known == len(IMAGENET_CLASSES) else [*map(str, range(known))]
+        told = {"classes": names, "mean": mean, "std": std, "channels": len(mean), "image_size": size}
         return Trained(Path(word), weights, {key: json.dumps(value) for key, value in told.items()}, own, own)
     except TrainerError as error:
         raise type(error)(f"distill.teacher={word}: {re.split(', (?:or|and) start ', str(error))[0]}") from None
@@ -66,20 +74,24 @@ class Teacher(Task):
         distill, self._outputs = self.recipe.distill, task.outputs() or 0
         trained = trained_teacher(self.recipe, data.inputs, self._outputs)
         facts, own, classes = trained.facts, trained.own, trained.facts.classes or ()
+        if [*classes] == IMAGENET_CLASSES and sorted(data.classes) == [FIRST, *data.classes[1:-1], LAST]:
+            classes = data.classes
         self._check(trained, classes, data)
         plain, without_loss = None if facts.mean else facts.spec, task_without_loss(own, classes)
         model = trained.model(without_loss, len(classes), facts.channels, facts.image_size, plain).requires_grad_(False)
         restore_random_states(before, [])  # the model that trains begins as it would without a teacher
         values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in model.state_dict().values()]
-        self.digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
-        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        self._model = model.to(device, memory_format=layout) if needed else None  # type: ignore[call-overload]
+        digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
+        self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
+        self._model = model if needed else None
+        self._run: Any = self._model  # or what its mode put in its place
+        self.size = size_of(*trained.weights.values()) * needed  # bytes on this rank, where it is whole
         self._precision, self._hard = own.precision, data.targets
         self.targets = TensorSpec((max(1, *data.targets.shape, 1) + self._outputs,), torch.float32)  # of a row
         self._share = 0.5 if distill.weight is None else distill.weight
         self._heat = distill.temperature or 4.0
         self.note = f"{distill.teacher}: {self._share:.0%} of the loss, temperature {self._heat:g}; {own.model.name}, "
-        self.note += f"{own.precision}, whole on each device that has outputs"
+        self.note += own.precision + ", classes by their order" * (classes != data.classes) + WHOLE
         self._affine: tuple[Tensor, Tensor] | None = None  # from the run's normalised pixels to its own
         if (facts.mean, facts.std) != (data.mean, data.std):
             pixels = (data.mean, data.std, facts.mean, facts.std)
@@ -100,16 +112,23 @@ class Teacher(Task):
             words = f": type data.image_size={size} data.channels={spec.shape[0]}" * bool(trained.facts.mean)
             raise RecipeError(f"{word} reads {spec}, and this run's inputs are {data.inputs}{words}")
 
+    def place(self, strategy: Strategy) -> None:
+        """Where its mode has it. Collective."""
+        if self._model is not None and self._run is self._model:
+            self._run = strategy.place_teacher(self._model)
+            if self._run is not self._model:
+                self.note = f"in shards: {self.note.removesuffix(WHOLE)}"
+
     @torch.no_grad()
     def teach(self, batch: Batch) -> Batch:
         """The batch with what the teacher says of these very inputs beside its targets, as (N, ...) float32."""
-        if self._model is None:
+        if self._run is None:
             return batch
         inputs = batch.inputs if self._affine is None else batch.inputs * self._affine[0] + self._affine[1]
         kind, hard = AUTOCAST.get(self._precision), batch.targets
         set_precision(self._precision)
         with nullcontext() if kind is None else torch.autocast(inputs.device.type, kind):
-            taught = self._model(inputs)
+            taught = self._run(inputs)
         set_precision(self.recipe.precision)
         return replace(batch, targets=torch.cat([hard.view(len(hard), -1).float(), taught.float()], 1))
 

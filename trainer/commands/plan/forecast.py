@@ -12,6 +12,7 @@ from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, stage_seconds
+from trainer.modes.fsdp_units import teacher_share
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
 from trainer.recipe import STREAMS
 from trainer.recipe.checks import weight_shards
@@ -45,7 +46,8 @@ def traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic:
         case "shards":
             parts = weight_shards(recipe, count)
             passes = (2 + recipe.fsdp.reshard) * recipe.pieces  # weights forward, weights backward, gradients
-            return Traffic(resident.parameters * (passes * (parts - 1) / parts + ring(count // parts) / parts))
+            taught = (fake.teacher - teacher_share(fake.teacher, resident.parameters, parts)) * recipe.pieces
+            return Traffic(resident.parameters * (passes * (parts - 1) / parts + ring(count // parts) / parts) + taught)
         case "weights":
             averaged, every = ring(count) * (resident.gradients + resident.buffers), recipe.local_sgd.every
             return Traffic(averaged / every if every else 0.0, averaged)

@@ -15,9 +15,9 @@ from trainer.commands.plan.planned_layout import Layout, lay_out
 from trainer.commands.plan.schedules import Cut
 from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.models.memory import Resident, fewest, held, room_in, saved_buffers
+from trainer.models.memory import Resident, fewest, held, room_in, saved_buffers, size_of
 from trainer.modes.dp import rows_of_devices
-from trainer.modes.fsdp_units import unit_sizes, units_of
+from trainer.modes.fsdp_units import teacher_share, unit_sizes, units_of
 from trainer.modes.local_sgd import BUCKET
 from trainer.modes.pipeline.torch_schedules import pipeline_order
 from trainer.recipe.checks import check_processes, piece_counts, weight_shards
@@ -63,12 +63,14 @@ def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[D
     sharded = layout.recipe.traits.exchanges == "shards"
     every = layout.shares or [layout.rows] * len(layout.devices)
     held = {rows: (_of_shards if sharded else _of_whole)(fake, layout, rows) for rows in {*every}}
-    return [_taught(fake, held[rows], name) for name, rows in zip(layout.devices, every, strict=True)]
+    return [_taught(fake, layout, held[rows], name) for name, rows in zip(layout.devices, every, strict=True)]
 
 
-def _taught(fake: FakeModel, device: Device, name: str) -> Device:
-    """With the weights of the teacher, under its name."""
-    return replace(device, device=name, teacher=fake.teacher, peak=device.peak + fake.teacher)
+def _taught(fake: FakeModel, layout: Layout, device: Device, name: str) -> Device:
+    """With the weights of the teacher, or shards of them, under its name."""
+    student, parts = size_of(*fake.model.parameters()), weight_shards(layout.recipe, layout.processes)
+    teacher = teacher_share(fake.teacher, student, parts)
+    return replace(device, device=name, teacher=teacher, peak=device.peak + teacher)
 
 
 def _of_whole(fake: FakeModel, layout: Layout, rows: int) -> Device:
@@ -131,7 +133,7 @@ def _of_replicas(fake: FakeModel, layout: Layout) -> list[Device]:
     Without CUDA torch passes everything through to one device.
     """
     if layout.kind == "cpu":
-        return [_taught(fake, _of_whole(fake, layout, layout.rows), "cpu")]
+        return [_taught(fake, layout, _of_whole(fake, layout, layout.rows), "cpu")]
     resident, devices, all_rows = fake.resident(fake.model), [], layout.rows
     for name, rows in zip(layout.devices, rows_of_devices(layout.rows, len(layout.devices)), strict=False):
         activations = fake.whole(rows, gradients=True).peak

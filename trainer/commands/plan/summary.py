@@ -175,7 +175,7 @@ def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, auto: bo
     if layout.kind == "cuda" and launched_because(recipe, layout.processes) is None:
         notes.append("recorded steps keep a batch's images twice; where that does not fit, steps are launched")
     if fake.teacher:
-        notes.append("the teacher's pass takes time, and memory beside its weights, that are not counted")
+        notes.append("the teacher's pass takes time, and memory beside its weights or shards, that are not counted")
     if recipe.shares == "auto" and layout.processes > 1:
         notes.append("shares=auto measures ranks as they train, and gives fast ones more images than these")
     if recipe.compile:

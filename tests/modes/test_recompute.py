@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.utils import counters
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.contexts import mode_of
@@ -13,6 +14,7 @@ from trainer.errors import RecipeError
 from trainer.models import recompute as module
 from trainer.models.recompute import recompute, runs_of
 from trainer.models.zoo import build
+from trainer.modes import base
 from trainer.processes.rank import Place
 from trainer.processes.world import World
 from trainer.recipe import load
@@ -97,6 +99,36 @@ def test_every_mode_has_the_bits_of_the_run_that_keeps_activations(way, trained)
     assert result(anew)["losses"] == result(kept)["losses"]
 
 
+TRACED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way if way == "single" else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
+def test_every_mode_has_these_bits_where_blocks_are_compiled(way, tmp_path):
+    """Traced, and run as they are: what torch's compiler makes of a graph rounds otherwise."""
+    if way == "dp":
+        pytest.skip("its replicas are not compiled")
+    (tmp_path / "noisy.py").write_text(PLUGIN + TRACED)
+    kept, anew = both_ways(with_all(WAYS[way]), tmp_path)
+    torch.testing.assert_close(everything(anew), everything(kept), rtol=0, atol=0)
+    assert result(anew)["losses"] == result(kept)["losses"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["single", "fsdp"])
+def test_compiled_kernels_train_as_those_of_the_whole_model(way, tmp_path):
+    (tmp_path / "noisy.py").write_text(PLUGIN)
+    kept, anew = both_ways(with_all(sorted({*WAYS[way], "model.name=cnn"})), tmp_path)
+    torch.testing.assert_close(everything(anew), everything(kept), rtol=1e-4, atol=1e-6)
+
+
+def both_ways(words, folder):
+    """The folders of two compiled runs, which keep activations, and compute them anew."""
+    for recomputed in ("false", "true"):
+        ok(*words, "compile=true", f"recompute={recomputed}", f"output={recomputed}", cwd=folder)
+    return folder / "false", folder / "true"
+
+
 def test_it_is_free_on_resume(trained, home):
     """Stopped, continued the other way, stopped and continued as it began."""
     words = with_all([*WAYS["single"], "output=turned", "save.every_steps=1"])
@@ -123,6 +155,32 @@ class Counting(nn.Module):
         return self.inner(x) * self.calls
 
 
+class Dense(nn.Module):
+    """Its layers take a list, which grows afterwards, or by themselves."""
+
+    def __init__(self, collects):
+        super().__init__()
+        self.collects, self.layers = collects, nn.ModuleList(Joined(4 * n, collects) for n in (1, 2, 3))
+
+    def forward(self, x):
+        found = [x]
+        for layer in self.layers:
+            out = layer(found)
+            found += [] if self.collects else [out]
+        return found[-1]
+
+
+class Joined(nn.Module):
+    def __init__(self, width, collects):
+        super().__init__()
+        self.inner, self.collects = nn.Linear(width, 4), collects
+
+    def forward(self, found):
+        out = self.inner(torch.cat(found, 1)).relu()
+        found += [out] if self.collects else []
+        return out
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,20 +190,32 @@ class InPlace(nn.Module):
         return self.inner(x.mul_(2))
 
 
-def set_up(*blocks):
-    recipe = load(None, "mode=single", "recompute=true", "precision=fp32")
-    world = World(Place(), CPU, 1, ("cpu",), (CPU,))
-    strategy = mode_of(recipe, world, (8, 4))
+def made(*blocks, words=(), **more):
+    recipe = load(None, "mode=single", "recompute=true", "precision=fp32", *words)
+    strategy = mode_of(recipe, World(Place(), CPU, 1, ("cpu",), (CPU,)), (8, 4), **more)
     model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 10))
     drawn = torch.get_rng_state()
     strategy.setup(model)
-    return torch.equal(torch.get_rng_state(), drawn)
+    return strategy, torch.equal(torch.get_rng_state(), drawn)
+
+
+def set_up(*blocks):
+    return made(*blocks)[1]
 
 
 @pytest.mark.parametrize("kind", [Counting, InPlace])
 def test_a_block_that_counts_or_changes_its_input_is_refused(kind):
     with pytest.raises(RecipeError, match="use recompute=false"):
         set_up(kind())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_list_that_grows_is_the_one_that_there_was(collects):
+    model = Dense(collects)
+    assert len(runs_of(model)) > 2
+    kept = torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()])
+    recompute(model, runs_of(model))
+    assert all(map(torch.equal, torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()]), kept))
 
 
 def test_a_model_without_blocks_is_refused():
@@ -193,3 +263,65 @@ def test_blocks_of_models(name):
     assert inside > 0.5 * sum(p.numel() for p in model.parameters())
     recompute(model, found)
     assert list(model.state_dict()) == names
+
+
+# Compiled blocks, within what computes them anew.
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
+
+    def forward(self, x):
+        return x + self.layers(x).relu()
+
+
+def compiled_passes(**more):
+    """Gradients and buffers of two passes, bytes kept for a backward pass, and how often something was compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    strategy, _ = made(Residual(), Residual(), noisy_block(), words=["compile=true"], **more)
+    strategy.train()
+    inputs, kept = torch.randn(8, 4), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for _ in range(2):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = strategy.outputs(inputs)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    state = {**{name: p.grad for name, p in strategy.named_parameters().items()}, **strategy.named_buffers()}
+    return state, sum(kept.values()), counters["stats"]["unique_graphs"]
+
+
+def same(one, two):
+    return [name for name, tensor in one.items() if not torch.equal(tensor, two[name])]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_draw_the_same_twice_and_keep_less(monkeypatch):
+    """Compared with the same compiled blocks whose activations are kept; of two blocks, and with one of three."""
+    found, anew, compiled = compiled_passes()
+    assert compiled == 3
+    some, between, compiled = compiled_passes(recomputed=1)
+    assert compiled == 3
+    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: CHECKPOINT(*a, **k | {"preserve_rng_state": False}))
+    with monkeypatch.context() as unproven:
+        unproven.setattr(
+            base, "recompute_proven", lambda strategy, model, *runs: recompute(model, runs[0], compiles=True)
+        )
+        mutant, *_ = compiled_passes()
+    monkeypatch.setattr(module, "checkpoint", plainly)
+    kept, every, compiled = compiled_passes()
+    assert compiled == 3
+    assert same(kept, found) == [] and same(kept, some) == [] and same(kept, mutant)
+    assert anew < between < every and anew < 0.5 * every
+
+
+def plainly(run, *args, use_reentrant, preserve_rng_state, context_fn, early_stop, **kwargs):
+    return run(*args, **kwargs)

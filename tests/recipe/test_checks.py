@@ -327,6 +327,6 @@ def test_a_batch_that_is_small_for_many_gpus() -> None:
 
 def test_what_does_not_go_with_recompute() -> None:
     for words in ("compile=true recompute=true", "compile=true recompute=auto", "graphs=true recompute=true"):
-        assert "use recompute=false" in line(check_processes, recipe(f"mode=single {words}"), 1)
-    assert not line(check_options, recipe("mode=split compile=true recompute=true"))
+        assert not line(check_processes, recipe(f"mode=single {words}"), 1)
+    assert not line(check_processes, recipe("mode=split compile=true graphs=true recompute=true"), 1)
     assert "recompute=true, or recompute=false" in line(check_options, recipe("mode=split recompute=auto"))

@@ -237,7 +237,7 @@ class CpuRecorder:
         assert not self.closed
         drawn, state, recording = host_draws(), torch.get_rng_state(), Recording(self.pool)
         try:
-            with recording:
+            with recording, mock.patch.object(cuda_graphs, "recording", True):
                 made = work()
         except Exception as error:
             raise NotRecorded(str(error).partition("\n")[0] or type(error).__name__) from error

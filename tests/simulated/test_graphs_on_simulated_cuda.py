@@ -19,6 +19,7 @@ from trainer.training.step_graphs import Steps
 RUNS = [
     "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
     "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
+    "model.name=cnn recompute=true accumulate=2 graphs=true",
 ]
 MORE = [
     "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
@@ -79,6 +80,13 @@ def test_a_model_that_waits_is_launched():
     launched, replayed, _, said = both("model.name=waits accumulate=2 graphs=true")
     assert alike(launched, replayed) and replayed.errors == []
     assert len(said) == 1 and "graphed_runs.py" in said[0]
+
+
+def test_blocks_that_draw_are_computed_anew_launched():
+    kept = trained("model.name=noisy graphs=false")[0]
+    launched, replayed, count, said = both("model.name=noisy recompute=true graphs=auto")
+    assert alike(kept, launched) and alike(launched, replayed) and replayed.errors == []
+    assert count == 0 and len(said) == 1 and "random states" in said[0]
 
 
 # Mutants.

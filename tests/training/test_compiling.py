@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, result, trainer
+from trainer.models.recompute import runs_of
+from trainer.models.zoo import build
+from trainer.recipe import load
 from trainer.saving import checkpoint
 
 WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
@@ -27,8 +30,11 @@ WAYS = {
     "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
     "local_sgd": ["mode=local_sgd", "nproc=2"],
     "fsdp": ["mode=fsdp", "nproc=2"],
+    "single, anew": ["mode=single", "recompute=true"],
+    "ddp, anew": ["mode=ddp", "nproc=2", "recompute=true", "sync_bn=true"],
+    "fsdp, anew": ["mode=fsdp", "nproc=2", "recompute=true"],
 }
-OFTEN = ("single", "1f1b")
+OFTEN = ("single", "1f1b", "single, anew")
 
 
 def counted(path, *words, **env):
@@ -46,7 +52,17 @@ def counted(path, *words, **env):
 def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
     ranks = 2 if "nproc=2" in WAYS[way] else 1
-    stages = {"split": 2, "recomputed": 2, "streams": 2, "interleaved1f1b": 2, "fsdp": 4}.get(way, 1)  # a rank; units
+    runs = len(runs_of(build(load(None, *WORDS).model, 10, 3, 8)))  # a graph each, not one more that computes it anew
+    stages = {
+        "single, anew": runs,
+        "ddp, anew": runs,
+        "fsdp, anew": 4,
+        "split": 2,
+        "recomputed": 2,
+        "streams": 2,
+        "interleaved1f1b": 2,
+        "fsdp": 4,
+    }.get(way, 1)  # a rank; units
     expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
     words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=2"]
     if full or way == "single":

@@ -47,10 +47,9 @@ ELSEWHERE = {
     "compress": "of ranks, below",
     "sync_bn": "of ranks that graphs do not go with",
     "muon": "above",
-    "recompute": "refused with a reason: it puts random states back",
 }
 ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
-MODEL = {"freeze": "cnn", "layer_decay": "cnn", "fp16": "mlp", "channels_last": "cnn"}
+MODEL = {"freeze": "cnn", "layer_decay": "cnn", "fp16": "mlp", "channels_last": "cnn", "recompute": "cnn"}
 
 
 def equal(words, played, nan_at=()):
@@ -88,6 +87,17 @@ def test_an_option(option):
     words = f"{key}={value} model.name={MODEL.get(option, 'noisy')}"
     played = replayed(words)
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_that_draw_are_computed_anew_launched(told, tmp_path):
+    """Said beforehand, and found by the proof of a replay where it is not known."""
+    unknown = [] if told else [(Strategy, "note_draws", lambda strategy, draws: None)]
+    if told:
+        with pytest.raises(TrainerError, match="recompute=false, or graphs=false"):
+            train("recompute=true graphs=true", tmp_path)
+    played = replayed("recompute=true", unknown, graphs="auto" if told else "true")
+    assert ("random states" if told else "random numbers") in one_line(played) and equal("recompute=true", played)
 
 
 # Steps that are not finite.

@@ -44,6 +44,7 @@ def restore(drawn: tuple[Any, ...]) -> bool:
     return same
 
 
+recording = False  # whether this process records at present
 recoveries = 0  # times that a generator got another state: what was recorded before draws from one that nobody has
 
 
@@ -111,8 +112,9 @@ class StepRecorder:
             with torch.cuda.device(self.device):
                 self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        global recording
         drawn, state = host_draws(), torch.get_rng_state()
-        collecting = gc.isenabled()
+        collecting, recording = gc.isenabled(), True
         gc.disable()  # what it finalises may free events or memory of the device, which a recording forbids
         try:
             with torch.cuda.stream(stream or self.stream):
@@ -129,6 +131,7 @@ class StepRecorder:
             self._recover()
             raise NotRecorded(str(error).strip().partition("\n")[0] or type(error).__name__) from error
         finally:  # nothing was computed
+            recording = False
             undrawn = restore(drawn) and torch.equal(state, torch.get_rng_state())
             torch.set_rng_state(state)
             if collecting:

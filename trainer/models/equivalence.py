@@ -188,3 +188,8 @@ def changing(passes: Passes) -> list[str]:
     before, after, least = passes.tensors[0], passes.tensors[-1], TOLERANCE["fp32"]
     counted = [name for name in _counted(passes) if name.startswith("attribute ")]
     return counted + [name for name in before if _apart(before[name], after[name], least) is not None]
+
+
+def draws(passes: Passes) -> bool:
+    """Whether passes on the CPU draw of torch's generator."""
+    return "random state of torch" in _counted(passes)

@@ -2,26 +2,28 @@
 
 Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), by torch's
 `checkpoint`. Random numbers are those of the forward pass, and running statistics count a batch once. Parameters keep
-their names: what is wrapped is a block's `forward`.
+their names: what is wrapped is a block's `forward`. What is compiled lies inside of what is computed anew, as in
+torchtitan: compiled code draws random numbers of its own, and with `checkpoint` around it draws the same ones twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from trainer.devices import cuda_graphs
 from trainer.models.blocks import blocks
 
-COUNT = "num_batches_tracked"
 WITHOUT = "recompute=false, or accumulate=2 to save memory"
 Run = tuple[str, ...]  # names of modules that are computed anew together
+Forward = Callable[..., Any]
 
 
 def runs_of(model: nn.Module) -> list[Run]:
@@ -60,42 +62,64 @@ def _runs_in(sequential: nn.Module, prefix: str) -> Iterator[Run]:
             yield (prefix + name,)
 
 
-def recompute(model: nn.Module, runs: Iterable[Run], random: bool = True) -> None:
+def recompute(
+    model: nn.Module, runs: Iterable[Run], random: bool = True, compiles: bool = False, kept: Sequence[Run] = ()
+) -> None:
     """Let a model, or a copy of one in which that was done, compute these anew in each backward pass.
 
-    `random`: with the random numbers of the forward pass; shapes alone need none.
+    Args:
+        random: with the random numbers of the forward pass; shapes alone need none.
+        compiles: compile each of them, and the others that are `kept`.
     """
-    in_rows: dict[str, list[Run]] = {}
-    for first, *more in runs:
-        if more:
-            in_rows.setdefault(first.rpartition(".")[0], []).append((first, *more))
+    in_rows: dict[str, dict[Run, Forward]] = {}
+
+    def changed(run: Run, forward: Forward) -> Forward:
+        forward = compiled(forward, run[0]) if compiles else forward
+        return forward if run in kept else anew(forward, [model.get_submodule(name) for name in run], random)
+
+    for run in (*runs, *kept):
+        if len(run) > 1:
+            row = _row([model.get_submodule(name) for name in run])
+            in_rows.setdefault(run[0].rpartition(".")[0], {})[run] = changed(run, row)
             continue
-        block = model.get_submodule(first)
+        block = model.get_submodule(run[0])
         if hasattr(vars(block).get("forward"), "anew"):  # of the model that this is a copy of
             del block.forward
-        block.forward = anew(block.forward, [block], random)
+        block.forward = changed(run, block.forward)
     for name, together in in_rows.items():
+        starts = {model.get_submodule(run[0]): forward for run, forward in together.items()}
+        inside = {model.get_submodule(name) for run in together for name in run[1:]}
         holder = model.get_submodule(name)
-        holder.forward = _in_runs(model, holder, together, random)
+        holder.forward = _row([starts.get(part, part) for part in holder.children() if part not in inside])
 
 
-def _in_runs(model: nn.Module, sequential: nn.Module, runs: Sequence[Run], random: bool) -> Callable[[Any], Any]:
-    """The `forward` of a plain `nn.Sequential` of which some parts are computed anew together."""
-    starts = {model.get_submodule(run[0]): [model.get_submodule(name) for name in run] for run in runs}
-    inside = {module for run in starts.values() for module in run[1:]}
-    parts = [
-        anew(_row(starts[module]), starts[module], random) if module in starts else module
-        for module in sequential.children()
-        if module not in inside
-    ]
-    return _row(parts)
+def _row(parts: Sequence[Forward]) -> Forward:
+    """The `forward` of a plain `nn.Sequential` of these."""
+
+    def forward(value: Any) -> Any:
+        for part in parts:
+            value = part(value)
+        return value
+
+    return forward
 
 
-def _row(parts: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    return lambda inputs: reduce(lambda value, part: part(value), parts, inputs)
+def compiled(forward: Forward, name: str) -> Forward:
+    """`forward`, compiled by itself.
+
+    It has code and a name of its own: where torch's tracer meets the same code with other shapes, it takes them for
+    dynamic ones, and gives up at the ninth.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_name=f"forward_{name}")
+    of_it: Forward = torch.compile(run)
+    return of_it
 
 
-def anew(forward: Callable[..., Any], modules: Sequence[nn.Module], random: bool = True) -> Callable[..., Any]:
+def anew(forward: Forward, modules: Sequence[nn.Module], random: bool = True) -> Forward:
     """`forward`, which runs `modules`, with its activations computed anew in the backward pass."""
     norms = [layer for module in modules for layer in module.modules() if isinstance(layer, _NormBase)]
 
@@ -105,29 +129,40 @@ def anew(forward: Callable[..., Any], modules: Sequence[nn.Module], random: bool
     def forward_anew(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception.
+        # For the second pass lists are as they are now: one that collects outputs, as a DenseNet's, grows.
+        first, (args, kwargs) = [(args, kwargs)], tree_map(lambda value: value, (args, kwargs))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = first.pop() if first else (args, kwargs)
+            return forward(*args, **kwargs)
+
+        # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception. Random states cannot be put
+        # back in a recording, whose proof finds blocks that draw.
         return checkpoint(
-            forward,
+            run,
             *args,
             use_reentrant=False,
-            preserve_rng_state=random,
+            preserve_rng_state=random and not cuda_graphs.recording,
             context_fn=contexts,
             early_stop=False,
             **kwargs,
         )
 
-    forward_anew.anew = True  # type: ignore[attr-defined]
+    forward_anew.anew = forward  # type: ignore[attr-defined]
     return forward_anew
 
 
 @contextmanager
 def _uncounted(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """A second pass over the same batch leaves running statistics as they are."""
-    training = [(layer, layer.momentum, layer._buffers.get(COUNT)) for layer in norms if layer.training]
+    """A second pass over the same batch leaves running statistics as they are, and changes copies of them.
+
+    Nothing else is other than in the first pass: a layer whose momentum is another would be compiled again.
+    """
+    before = [(layer, {**layer._buffers}) for layer in norms if layer.training]
     try:
-        for layer, _, _ in training:
-            vars(layer)["momentum"], layer._buffers[COUNT] = 0.0, None
+        for layer, buffers in before:
+            layer._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
         yield
     finally:
-        for layer, momentum, count in training:
-            vars(layer)["momentum"], layer._buffers[COUNT] = momentum, count
+        for layer, buffers in before:
+            layer._buffers.update(buffers)

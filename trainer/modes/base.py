@@ -116,6 +116,7 @@ class Strategy:
         self.module: nn.Module
         self.recomputed: Sequence[Run] = ()  # blocks whose activations are computed anew
         self.recomputes: str | None = None  # in words
+        self.draws_anew = False  # whether these blocks draw random numbers
 
     @classmethod
     def data_share(cls, recipe: Recipe, world: World) -> DataShare:
@@ -145,7 +146,17 @@ class Strategy:
             raise RecipeError(f"model.name={name} has no blocks of several layers to compute anew: use {WITHOUT}")
         self.recomputed = every[: self.context.recomputed]
         self.recomputes = f"{len(self.recomputed)} of {len(every)} blocks"
-        recompute_proven(self, model, self.recomputed)
+        self.note_draws(recompute_proven(self, model, self.recomputed, every[len(self.recomputed) :]))
+
+    def note_draws(self, draws: bool) -> None:
+        """Blocks that are computed anew draw random numbers, or not. Raises RecipeError if they are to be recorded."""
+        self.draws_anew = draws
+        if draws and self.recipe.graphs is True and cuda_graphs.possible(self.device):
+            raise RecipeError(
+                f"graphs=true is not possible here: model.name={self.recipe.model.name} draws random numbers in blocks "
+                "that recompute=true computes anew, and a recording cannot put their states back; use recompute=false, "
+                "or graphs=false"
+            )
 
     def to_device(self, model: nn.Module) -> None:
         """In its memory order."""
@@ -160,7 +171,7 @@ class Strategy:
 
     def transform(self) -> None:
         """Compile, cut or shard it: whatever changes how it computes or which part of it this rank has."""
-        if self.recipe.compile:
+        if self.recipe.compile and not self.recomputed:  # else each block is compiled, within what computes it anew
             compile_in_place(self.module)
 
     def connect(self) -> None:

@@ -8,7 +8,8 @@ sharded one: each rank's rows of the summed gradients are those of rank 0's whol
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,18 +53,27 @@ def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | 
     return strategy.world.all_or_none(on_main, DATA_PATIENCE)
 
 
-def recompute_proven(strategy: Strategy, model: nn.Module, runs: Iterable[Run]) -> None:
+def recompute_proven(strategy: Strategy, model: nn.Module, runs: Sequence[Run], kept: Sequence[Run] = ()) -> bool:
     """`models.recompute.recompute` for a model on the CPU, held against the model as it was. Collective.
+
+    With `compile` the runs are compiled, and the others that are `kept` too; shards are compiled in their own units.
+
+    Returns:
+        Whether some run draws random numbers; False where memory is too small to tell.
 
     Raises:
         RecipeError: it would train another model, or cannot train.
     """
     name, whole = f"model.name={strategy.recipe.model.name}", observe_whole(strategy, model)
-    recompute(model, runs)
+    compiles = strategy.recipe.compile and not (
+        strategy.recipe.traits.exchanges == "shards" and strategy.world.size > 1
+    )
+    recompute(model, runs, compiles=compiles, kept=kept if compiles else ())
 
-    def check(whole: tuple[Passes, int]) -> None:
+    def check(whole: tuple[Passes, int]) -> bool:
         try:
-            anew = _passes(strategy, model.to(strategy.device), whole[1])
+            with _draws([model.get_submodule(name) for run in runs for name in run], strategy.device) as drawn:
+                anew = _passes(strategy, model.to(strategy.device), whole[1])
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -74,8 +84,31 @@ def recompute_proven(strategy: Strategy, model: nn.Module, runs: Iterable[Run]) 
             model.to("cpu")
         tolerance = SHARDED_TOLERANCE[strategy.recipe.precision]
         check_equivalent(f"{name} with recompute=true", whole[0], anew, tolerance, FLOOR, WITHOUT)
+        return any(drawn)
 
-    strategy.world.all_or_none(lambda: check(whole) if whole else None, DATA_PATIENCE)
+    draws = strategy.world.all_or_none(lambda: check(whole) if whole else False, DATA_PATIENCE)
+    return bool(strategy.world.broadcast_object(draws))
+
+
+@contextmanager
+def _draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
+    """Of each pass of each of these modules, whether it draws of torch's generators."""
+    found, before = list[bool](), dict[nn.Module, list[torch.Tensor]]()
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+    def begin(module: nn.Module, *_: Any) -> None:
+        before[module] = states()
+
+    def end(module: nn.Module, *_: Any) -> None:
+        found.append(not all(map(torch.equal, before[module], states())))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        yield found
 
 
 def _passes(strategy: Strategy, model: nn.Module, rows: int, **options: Any) -> Passes:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.models.blocks import blocks
 from trainer.models.given import has_hooks
 from trainer.models.memory import COPIES
+from trainer.models.recompute import anew, compiled
 
 Storage = weakref.ref[torch.UntypedStorage]
 TRIES = 20
@@ -97,18 +98,10 @@ def kept_whole(before: Sequence[tuple[str, Storage]]) -> str | None:
 
 
 def compile_forward(unit: nn.Module, name: str) -> None:
-    """Compile a unit without the hooks around it, at which torch's tracer would stop.
-
-    Each has code and a name of its own: where the tracer meets the same code with other shapes, it takes them for
-    dynamic ones, and gives up at the ninth.
-    """
-    inside = unit.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return inside(*args, **kwargs)
-
-    forward.__code__ = forward.__code__.replace(co_name=f"forward_{name}")
-    unit.forward = torch.compile(forward)
+    """Compile a unit without the hooks around it, at which torch's tracer would stop, and inside of what computes it
+    anew."""
+    inside = getattr(unit.forward, "anew", None)
+    unit.forward = anew(compiled(inside, name), [unit]) if inside else compiled(unit.forward, name)
 
 
 def copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:

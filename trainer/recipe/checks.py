@@ -140,11 +140,6 @@ def check_options(recipe: Recipe) -> None:
     if recipe.devices != "auto" and len({device.partition(":")[0] for device in recipe.devices}) > 1:
         raise RecipeError(f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind")
     _refuse(recipe, recipe.traits.refuses)
-    if recipe.compile and recipe.recompute and not recipe.traits.staged:
-        raise RecipeError(
-            f"compile=true and recompute={str(recipe.recompute).lower()} do not go together in mode={recipe.mode}: "
-            "blocks would be compiled with what computes them anew; use recompute=false, or compile=false"
-        )
     if recipe.traits.staged and recipe.recompute == "auto":
         raise RecipeError(
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or without: use "
@@ -179,8 +174,6 @@ def launched_because(recipe: Recipe, processes: int) -> str | None:
     refuses = recipe.traits.refuses | (recipe.traits.refuses_processes if processes > 1 else {})
     if "graphs" in refuses:
         return refuses["graphs"]
-    if recipe.recompute is True:
-        return "recompute=true puts random states back, which a recording forbids; use recompute=false, or graphs=false"
     if processes > 1 and recipe.sync_bn:
         return "ranks exchange statistics within a pass; use sync_bn=false, or graphs=false"
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":

@@ -65,7 +65,7 @@ def needs(resolved: Resolved, state: TrainState) -> str:
     if more is not None and KEPT not in state.strategy.tuned and "accumulate=auto" not in recipe.traits.refuses:
         words += ["accumulate=auto, which finds their number"]
     if recipe.recompute is not True and recipe.graphs is not True:
-        able = staged or bool(not recipe.compile and runs_of(state.strategy.module))
+        able = staged or bool(runs_of(state.strategy.module))
         words += ["recompute=true, which is slower"] * able
     if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)

@@ -208,6 +208,8 @@ class Steps:
         """This step, which is launched, leaves its evidence."""
         if (hook := own_hook(self.strategy.modules())) is not None:
             raise NotRecorded(f"a {hook} would not be called by a replay")
+        if self.strategy.draws_anew:
+            raise NotRecorded("recompute=true puts random states back for its blocks, which a recording forbids")
         state = live_state(self.strategy, self.updater)
         gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
         need = COPIES * (gradients + sum(tensor.numel() * tensor.element_size() for tensor in state.values()))

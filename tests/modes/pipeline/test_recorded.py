@@ -115,6 +115,8 @@ WORDS = {
     "frozen, in three": f"mode=pipeline pipeline.microbatches=2 model.name=cnn model.freeze=2 {THREE} {SGD}",
     "mixed": f"{FOUR} augment.mixup=0.2 augment.cutmix=0.5 {SGD}",
     "vit": f"{FOUR} model.name=vit_tiny {ADAMW}",
+    "computed anew": f"{FOUR} model.name=cnn recompute=true {ADAMW}",
+    "computed anew in three": f"mode=split {THREE} model.name=cnn recompute=true {SGD} accumulate=2",
 }
 
 
@@ -185,12 +187,13 @@ def test_a_recording_that_fails_leaves_nothing(apart, after):
     assert len(played.said) == 1 and all(recorder.closed for recorder in played.recorders)
 
 
-def test_recomputed_activations_are_launched():
+def test_stages_that_draw_are_computed_anew_launched():
     words = f"{FOUR} {SGD} recompute=true"
-    with pytest.raises(RecipeError, match=r"recompute=false"):
-        check_processes(load(None, *words.split(), "graphs=true"), 1)
+    with pytest.raises(RecipeError, match=r"recompute=false, or graphs=false"):
+        replayed(words, False)
     played = replayed(words, False, graphs="auto")
     assert differences(launched(words), played) == [] and not played.replays
+    assert len(played.said) == 1 and "random states" in played.said[0]
 
 
 def test_over_processes_steps_are_launched():

@@ -107,6 +107,8 @@ class Machine:
         self.generators[self.here.device] = torch.Generator().manual_seed(seed).get_state()
 
     def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
+        if self.here.capture is not None:
+            self.here.capture.refuse("a generator's state is set")
         self.graphs.draws(self.index(device))
         self.generators[self.index(device)] = state.clone()
 

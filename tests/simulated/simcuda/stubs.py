@@ -101,6 +101,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "_lazy_init": lambda: None,
         "device_count": lambda: machine.count,
         "current_device": lambda: machine.here.device,

@@ -265,7 +265,7 @@ def advice(fake: FakeModel, layout: Layout, room: int) -> list[dict[str, Any]]:
     """Words that make the run fit, each with the peak that it leads to: first those that keep its maths."""
     recipe, found = layout.recipe, []
     ways: list[list[dict[str, Any]]] = [[{"accumulate": recipe.pieces * 2**n} for n in range(1, 10)]]
-    ways += [[{"recompute": True}]] * (recipe.recompute is not True)
+    ways += [[{"recompute": True}]] * (recipe.recompute is not True and recipe.graphs is not True)
     if recipe.traits.exchanges == "shards" and layout.kind == "cuda":
         ways.append([{"fsdp__offload": True}])
     for way in [*ways, [{"precision": "bf16"}]]:

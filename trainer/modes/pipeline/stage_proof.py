@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
-from trainer.models.equivalence import AS_IT_IS, TOLERANCE, Passes, changing, check_equivalent, fewest_rows, observe
+from trainer.models.equivalence import (
+    AS_IT_IS,
+    TOLERANCE,
+    Passes,
+    changing,
+    check_equivalent,
+    draws,
+    fewest_rows,
+    observe,
+)
 from trainer.models.norms import statistics_layers
 from trainer.models.partition import Traced
 from trainer.models.undisturbed import undisturbed
@@ -20,8 +29,10 @@ if TYPE_CHECKING:
     from trainer.modes.pipeline.stages import Staged
 
 
-def prove(staged: Staged, traced: Traced) -> None:
+def prove(staged: Staged, traced: Traced) -> bool:
     """Hold all blocks in a row against the whole model: on the CPU, for that may not fit a device.
+
+    Returns whether the model draws random numbers; False where memory is too small to tell.
 
     Raises:
         RecipeError: they train another model, or each pass changes some state, and a step has several.
@@ -30,7 +41,7 @@ def prove(staged: Staged, traced: Traced) -> None:
     seen = fewest_rows(most, partial(_passes, staged, traced), staged.context.say, name)
     staged.deferred.clear()
     if seen is None:
-        return
+        return False
     whole, cut = seen
     instead = "recompute=false, or mode=ddp" if staged.recipe.recompute else AS_IT_IS
     check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[staged.recipe.precision], instead=instead)
@@ -41,6 +52,7 @@ def prove(staged: Staged, traced: Traced) -> None:
             f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
             "mode=ddp, or mode=split"
         )
+    return draws(whole)
 
 
 def _passes(staged: Staged, traced: Traced, rows: int) -> tuple[Passes, Passes]:

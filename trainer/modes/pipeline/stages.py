@@ -77,7 +77,8 @@ class Staged(Strategy):
             instead = "pipeline.deferred_batch_norm=false, which takes those of each micro-batch"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self._held = {mode: held(self.model, mode) for mode in (True, False)}
-        self.world.all_or_none(lambda: prove(self, traced) if self.world.is_main else None, DATA_PATIENCE)
+        draws = self.world.all_or_none(lambda: self.world.is_main and prove(self, traced), DATA_PATIENCE)
+        self.note_draws(draws and self.recipe.recompute is True)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
 

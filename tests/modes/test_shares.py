@@ -34,6 +34,15 @@ WAYS = {
     "fsdp": ["mode=fsdp", "nproc=3", "shares=[5,2,1]"],
     "ddp, all options": ["mode=ddp", "nproc=3", "shares=[1,5,2]", *ALL],
     "fsdp, all options": ["mode=fsdp", "nproc=2", "shares=[0.2,1]", *ALL],
+    "ddp, graphs": [
+        "mode=ddp",
+        "nproc=3",
+        "shares=[5,2,1]",
+        "accumulate=2",
+        "plugin=tests.simulated.tape_plugin",
+        "graphs=true",
+        "loss.class_weights=[1,2,3,1,1,1,0.5,1,1,4]",
+    ],
     "ddp, sync_bn": ["mode=ddp", "nproc=2", "shares=[7,1]", "accumulate=2", *NORMALISED, "seed=2"],
     "fsdp, sync_bn": ["mode=fsdp", "nproc=2", "shares=[7,1]", *NORMALISED],
 }
@@ -51,7 +60,7 @@ def single(tmp_path_factory):
         ok(*words, "mode=single", f"output={path}")
         return path
 
-    many = ("mode", "nproc", "shares", "sync_bn")
+    many = ("mode", "nproc", "shares", "sync_bn", "graphs", "plugin")
     return lambda words: trained(*(word for word in words if word.partition("=")[0] not in many))
 
 
@@ -62,7 +71,7 @@ def test_unequal_shares_train_as_single_does(way, single, tmp_path):
     ok(*words, f"output={run}")
     assert len(losses(run)) == 20
     assert_same_training(run, single(words))
-    recipe = load(None, *(word for word in words if "=" in word and not word.startswith(("recipe", "nproc"))))
+    recipe = load(None, *(word for word in words if "=" in word and not word.startswith(("recipe", "nproc", "plugin"))))
     shares = [recipe.accumulate * rows for rows in rows_of(recipe, len(recipe.shares))]
     assert result(run)["shares"] == shares and sum(shares) == 64 and len({*shares}) > 1
 

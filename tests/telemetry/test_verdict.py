@@ -204,7 +204,18 @@ def test_what_could_not_be_measured_is_said():
     assert most.bound == "compute" and re.search(r"\b30% .*communication", most.sentence)
     assert most.step["communication"] == 0
     more = judge(StepParts(1, optimizer=0.15, communication=0.97, at_most=True), RUN, recipe, Setting(2))
-    assert re.search(r"\b85% .*computing.*\n.*\b85% .*communication", more.sentence)  # never more than is not known
+    assert "up to 85% " in (more.unmeasured or "")  # never more than is not known
+
+
+@pytest.mark.parametrize(("mode", "cure"), [("ddp", "longer run"), ("fsdp", "overlap")])
+def test_where_most_of_computing_may_be_communication_one_line_says_what_is_known(mode, cure):
+    recipe = load(None, f"mode={mode}")
+    found = judge(StepParts(1, optimizer=0.06, communication=2.0, at_most=True), RUN, recipe, Setting(2))
+    assert re.fullmatch(rf"94% .*computing and communication\b.*{cure}.*", found.sentence), found.sentence
+    assert "up to" not in found.sentence and found.bound == "compute" and found.step["communication"] == 0
+    less = judge(StepParts(1, optimizer=0.06, communication=0.46, at_most=True), RUN, recipe, Setting(2))
+    assert ("46% is communication" if mode == "fsdp" else "up to 46% ") in less.sentence
+    assert ("too short" in f"{less.sentence} {less.unmeasured}") == (mode == "ddp"), "of fsdp no run measures it"
 
 
 MANY = {

@@ -132,6 +132,37 @@ def test_a_cosine_begins_anew_at_its_peak_and_stays_on_its_way_however_often_it_
     same(run, whole)
 
 
+KILLER = """
+import os, signal
+from trainer.saving import files
+put, when = files.put, os.environ["FAULTY_PUT"]
+def dying(draft, path):
+    if path.name == "recipe.yaml" and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    put(draft, path)
+    if path.name == "recipe.yaml":
+        os.kill(os.getpid(), signal.SIGKILL)
+files.put = dying
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_that_is_killed_as_its_recipe_is_written_anew_goes_on(when, tmp_path):
+    """It has the old recipe or the new one, is called completed by neither, and leaves no draft."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *SINGLE]
+    ok(*words, "epochs=4", "schedule.restart=[2]", f"output={whole}")
+    ok(*words, "epochs=2", f"output={run}")
+    longer = [f"recipe={run}", f"output={run}", "resume=auto", "epochs=4", ALLOWED]
+    killed = trainer(*longer, "plugin=killer", cwd=tmp_path, env={"FAULTY_PUT": when})
+    assert killed.returncode == -9 and load(str(run)).epochs == (2 if when == "before" else 4)
+    assert result(run)["status"] == "running"
+    ok(*longer)
+    same(run, whole)
+    assert {path.name for path in run.glob(".*")} == {".lock"}
+
+
 @pytest.mark.slow
 def test_a_killed_run_ends_its_cosine_before_a_new_one_begins(tmp_path):
     whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *SINGLE]

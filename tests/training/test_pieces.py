@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, losses, ok, result, suggested, trainer
 from tests.modes.test_parity import FP32, distances, tensors
 from trainer.data import DataShare
-from trainer.errors import RecipeError
+from trainer.errors import DeviceMemoryError, RecipeError
 from trainer.recipe import load
 from trainer.recipe.checks import check_processes, piece_counts
 from trainer.recipe.shares import given
@@ -219,3 +219,29 @@ def test_a_card_too_small_for_one_image_is_not_told_to_find_their_number(tmp_pat
     env = {"TRAINER_TEST_CARDS": "1", "TRAINER_TEST_MEMORY": str(6 << 20)}
     done = trainer(*(word for word in CARDS if word != "data.image_size=8"), "accumulate=auto", "mode=single", env=env)
     assert done.returncode == 6 and "weights, gradients" in done.stderr and "accumulate=" not in done.stderr
+
+
+@pytest.mark.parametrize(("batch_norm", "found"), [(False, 13), (True, None)])
+def test_a_batch_of_few_divisors_is_computed_image_by_image_or_told_another_size(batch_norm, found, monkeypatch):
+    """Statistics of one image are none; without BatchNorm single images are the last resort."""
+    tried, model = [], SimpleNamespace(batch_norm=batch_norm)
+    recipe = load(None, "mode=single", "batch_size=13", "accumulate=auto")
+    run = SimpleNamespace(recipe=recipe, strategy=SimpleNamespace(share=DataShare()), resolved=None, state=None)
+    run.observer = SimpleNamespace(model=model)
+    monkeypatch.setattr(choosing, "_load", lambda run, rows, passes: tried.append(rows) or rows / 8)
+    monkeypatch.setattr(choosing, "needs", lambda *_: "what to type")
+    if found is None:
+        with pytest.raises(DeviceMemoryError):
+            choosing._largest_that_fits(run, [1, 13])
+    else:
+        assert choosing._largest_that_fits(run, [1, 13]) == found and tried[0] == 1
+
+
+@pytest.mark.slow
+def test_a_prime_batch_that_does_not_fit_is_told_one_that_does(tmp_path):
+    words = [*(word for word in CARDS if not word.startswith(("data.image_size=8", "batch_size="))), "accumulate=auto"]
+    env = {"TRAINER_TEST_CARDS": "1", **LITTLE}
+    done = trainer(*words, "mode=single", "batch_size=17", env=env)
+    told = suggested(done.stderr.replace(" or ", " or type "))
+    assert done.returncode == 6 and "batch_size=16" in told, done.stderr
+    ok(*words, "mode=single", "batch_size=16", f"output={tmp_path}/run", env=env)

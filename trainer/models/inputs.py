@@ -27,6 +27,8 @@ def with_pretrained_input(recipe: Recipe) -> Recipe:
     if recipe.data.name not in OWN_PHOTOS:
         return recipe
     if recipe.model.init_from is not None and (stored := _stored(recipe.model.init_from)):
+        if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):  # they are measured
+            del stored["mean"], stored["std"]
         words = {f"data__{key}": value for key, value in stored.items() if getattr(recipe.data, key) is None}
         with suppress(RecipeError):  # of a damaged file, which is reported when the model is built
             return recipe.replace(**words)

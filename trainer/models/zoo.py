@@ -106,7 +106,7 @@ def build(
     if out is not UNKNOWN and (wrong := _wrong_output(out, num_classes, any_output)):
         raise RecipeError(f"model.name={recipe.name} gives {wrong}")
     if starting and recipe.init_from is not None:
-        _start_from(recipe.init_from, model, recipe.name, classes, num_classes)
+        _start_from(recipe.init_from, model, recipe.name, classes, num_classes, channels)
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
@@ -199,7 +199,7 @@ def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module)
     return len({*known} & {*classes}) if telling else None
 
 
-def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str], outputs: int) -> None:
+def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str], outputs: int, channels: int) -> None:
     """Load weights of a run folder, a checkpoint or a file.
 
     In the last layer the outputs of the same classes are loaded, where the file has class names. Without names it is
@@ -213,14 +213,29 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     # Files of before there were counters begin at 0, as in torch.
     weights = counters | torchvision_zoo.renamed(weights, state)
     weights = _by_class(weights, metadata, model, classes, outputs)
+    if first := colour_filters(weights, model, channels):
+        weights = {**weights, first: torchvision_zoo.adapted(weights[first], channels)}
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
+        if (have := _stored(metadata, "channels") or channels) != channels:
+            what = f"init_from={source} reads {have} channel{'s' * (have > 1)}, and images have {channels}"
+            raise CheckpointError(f"{what}: type data.channels={have}, or model.init_from=null") from None
         trained = _stored_model(metadata).get("name")
         if not isinstance(trained, str) or trained == name:
             raise
         known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
+
+
+def colour_filters(weights: Mapping[str, Tensor], model: nn.Module, channels: int) -> str:
+    """The name of the first layer's weights, where they are for 3 channels and the model reads others; else empty."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Conv2d):
+            (out, _, *kernel), stored = part.weight.shape, weights.get(f"{name}.weight", part.weight)
+            reads_others = part.in_channels == channels != 3 and stored.shape == (out, 3, *kernel)
+            return f"{name}.weight" if reads_others else ""
+    return ""
 
 
 def _by_class(

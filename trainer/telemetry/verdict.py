@@ -154,9 +154,16 @@ def judge(
     if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
         sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     idle, hidden = _unmeasured(measured)
+    at_most = (measured.communication or 0.0) / measured.step if measured.at_most else 0.0
+    most, sharded = 2 * at_most > parts["compute"], recipe.traits.exchanges == "shards"
+    together = bound == "compute" and _launching(measured) < NAMED and (most or (sharded and at_most > LITTLE))
+    if together:
+        sentence = f"{parts[bound]:.0%} of the step is computing and communication between ranks"
+        sentence += ", which overlap" if sharded else ": a longer run measures each"
+        sentence += f": at most {at_most:.0%} is communication" * (not most)
     short: list[str] = []
     if bound in ("compute", "bubble", "optimizer"):
-        sentence, short = "; ".join([sentence, *idle]), hidden
+        sentence, short = "; ".join([sentence, *idle]), [] if together or sharded else hidden
     if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
         words = " or ".join(overrides)
         if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
@@ -170,7 +177,7 @@ def judge(
     rest *= run.get("steps", 1.0) < 0.5
     short, rest = (rest + short, []) if apart == "start-up" else (short, rest)
     lines += [sentence, *rest, *([SHORT + "; ".join(short)] if short else [])]
-    unmeasured = "; ".join([*idle, *(SHORT + note for note in hidden)]) or None
+    unmeasured = "; ".join([*idle, *(SHORT * (not sharded) + note for note in hidden)]) or None
     return Verdict(bound, "\n".join(lines), overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
 
 

@@ -12,7 +12,7 @@ from trainer.processes.terminal import BOLD
 from trainer.recipe.checks import most_rows
 from trainer.recipe.shares import rows_of
 from trainer.recipe.versions import VERSION
-from trainer.telemetry.readable import columns
+from trainer.telemetry.readable import columns, counted
 from trainer.training.memory_needs import KEPT
 from trainer.training.run import Run
 
@@ -67,8 +67,11 @@ def banner_lines(run: Run) -> dict[str, str]:
     note = precision.note(recipe.precision, world.device)
     local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.pieces))
     most = " at most" * (parts * recipe.pieces * rows != recipe.batch_size)
-    steps = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} x {run.resolved.steps_per_epoch} steps"
-    steps += f", {recipe.max_steps} in all at most," if recipe.max_steps else ""
+    each = run.resolved.steps_per_epoch
+    steps = f"{counted(recipe.epochs, 'epoch')} x {counted(each, 'step')}"
+    if recipe.max_steps:
+        ends = recipe.max_steps <= recipe.epochs * each
+        steps += f", {recipe.max_steps} in all at most," if ends else f" (max_steps={recipe.max_steps} is more)"
     steps += f" of {recipe.batch_size} images"
     if (unequal := shares_of(run)) is not None:
         steps += f", {' + '.join(map(str, unequal))} a {part}"

@@ -18,12 +18,14 @@ from trainer.data.photos.decoding import reason
 from trainer.data.photos.photo_reader import private_draws
 from trainer.errors import RecipeError
 from trainer.models.shapes import built_on_meta, description
-from trainer.models.zoo import build, fitted, known_classes
+from trainer.models.zoo import build, colour_filters, fitted, known_classes
 from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving.checkpoint import State
+from trainer.saving.run_names import run_named
+from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.training.randomness import random_states, restore_random_states
 
@@ -174,7 +176,8 @@ def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
     """The banner's lines of weights that training starts from."""
     source, names, lines = recipe.model.init_from, data.classes, dict[str, str]()
-    if recipe.model.weights is not None and data.channels != 3:
+    adapts = source and colour_filters(read_weights(run_named(source))[0], model, data.channels)
+    if adapts or (recipe.model.weights is not None and data.channels != 3):
         lines["filters"] = (
             f"of the first layer, for colour, are {'summed' if data.channels == 1 else 'repeated in turn'}"
         )

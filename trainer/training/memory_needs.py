@@ -70,7 +70,8 @@ def needs(resolved: Resolved, state: TrainState) -> str:
     if recipe.traits.exchanges == "shards" and state.strategy.home.type == "cuda" and recipe.precision != "fp16":
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += [f"a smaller number for rank {world.rank} in shares"] * bool(given(recipe))
-    words += ["a smaller batch_size"]
+    few = recipe.accumulate == "auto" and len(possible(resolved)) < 3 and recipe.batch_size // (4 * count) * 4 * count
+    words += [f"batch_size={few}, which divides into more pieces" if few else "a smaller batch_size"]
     if KEPT in state.strategy.tuned and (number := twice(possible(resolved), recipe.pieces)) is not None:
         folder = resolved.tracker.path or recipe.output
         again = f"recipe={shlex.quote(str(folder))} output={shlex.quote(str(folder))}" if folder else "the same words,"
@@ -146,7 +147,8 @@ def _largest_that_fits(run: Run, counts: list[int]) -> int:
     for number in reversed(counts):
         every = rows_of(run.recipe, share.count, number, share.numbers)
         rows = max(every)
-        if rows == 1 and number > counts[0]:  # BatchNorm wants more, and so many pieces are none to begin with
+        # BatchNorm wants more, and so many pieces are none to begin with, but where a batch divides into no others.
+        if rows == 1 and number > counts[0] and (len(counts) > 2 or run.observer.model.batch_norm):
             continue
         if len(measured) > 1:
             (few, little), (more, much) = measured[-2:]

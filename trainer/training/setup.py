@@ -262,9 +262,9 @@ def begin(run: Run) -> None:
         stopping.check_patience(resolved, state)
     run.saver.committed = state.position.step
     run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step  # a checkpoint holds all
-    tracker.start(state.position, state.total_steps, run.task.headline())
     if resolved.longer:  # no longer completed, whatever may end it
         tracker.result(reporting.result(run, "running"))
+    tracker.start(state.position, state.total_steps, run.task.headline())
     tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
 
 

@@ -10,8 +10,9 @@ import torchvision
 from torch import nn
 
 import trainer
-from tests.command_line import WHOLE, ok, result
+from tests.command_line import WHOLE, ok, result, suggested
 from tests.command_line import trainer as command
+from tests.data.archives import making
 from tests.modes.test_parity import assert_same_training
 from tests.modes.ways import EXACT
 from trainer.data import open_datasets, register_dataset
@@ -19,12 +20,12 @@ from trainer.data.folders.scanning import LeftOut, listed
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.photo_reader import as_pictures, held_out
 from trainer.data.registered import registered
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.models import zoo
 from trainer.models.torchvision_zoo import adapted
 from trainer.recipe import ModelRecipe
 from trainer.recipe import load as recipe_of
-from trainer.saving.weights import read_metadata
+from trainer.saving.weights import read_metadata, read_weights
 
 CHANNELS = 5
 TRAIN = ["data.name=imagefolder", "data.channels=5", "data.image_size=[24,32]", "model.name=cnn_gn", "batch_size=8"]
@@ -84,6 +85,24 @@ def test_a_tiff_is_turned_and_one_of_several_sizes_is_refused(tmp_path):
             file.write(part, photometric="minisblack", planarconfig="contig")
     with pytest.raises(ValueError, match="sizes"):
         read(tmp_path / "b.tif")
+
+
+def test_what_pillow_reads_wrong_or_not_at_all_is_read_by_tifffile(tmp_path):
+    tifffile = pytest.importorskip("tifffile", reason="pip install tifffile")
+    options = {"planarconfig": "separate", "photometric": "rgb"}
+    for dtype, scale in (("uint8", 255), ("uint16", 65535), ("float32", 1)):
+        image = (scale * waves(0, 1)[..., :3]).astype(dtype)
+        tifffile.imwrite(tmp_path / "a.tif", np.moveaxis(image, -1, 0), **options)
+        wanted = {"uint8": image, "uint16": image.astype(int) >> 8, "float32": np.rint(image.astype(float) * 255)}[
+            dtype
+        ]
+        assert np.array_equal(read(tmp_path / "a.tif", 3), wanted), dtype
+    planes = np.moveaxis((255 * waves(0, 1)).astype(np.uint8), -1, 0)
+    tifffile.imwrite(tmp_path / "b.tif", planes, photometric="minisblack", planarconfig="separate")
+    (tmp_path / "c.tif").write_bytes(b"II*\0" + b"\x7f" * 60)
+    for name, says in (("b.tif", "data.channels=5"), ("c.tif", "identify")):
+        with pytest.raises(ValueError, match=says):
+            read(tmp_path / name, 3)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +235,96 @@ def test_what_was_measured_stays_with_the_run(photos, single, tmp_path):
     assert trainer.evaluate(single)["val_loss"] == pytest.approx(result(single)["val_loss"], rel=1e-5)
     words = [f"checkpoint={single}", "format=exported_program", f"output={tmp_path}/x.pt2"]
     assert "batch, 5, 24, 32" in ok("export", *words).stdout
+
+
+def shards(kind, photos, root):
+    """The photos in an archive, with a table beside the arrays that is no image."""
+    files = sorted(photos.glob("?/*.npy"))
+    if kind == "parquet":
+        labels = [file.parent.name for file in files]
+        return making.parquet(root / "all.parquet", [file.read_bytes() for file in files], labels)
+    members = [(f"{file.parent.name}/{file.name}", file.read_bytes()) for file in files]
+    if kind == "cls":
+        members = [(file.name, file.read_bytes()) for file in files]
+        members += [(f"{file.stem}.cls", file.parent.name.encode()) for file in files]
+        members.sort()
+    return making.tarred(root / "all.tar", [*members, ("README.md", b"stacks")])
+
+
+@pytest.mark.parametrize("kind", ["tar", "cls", "parquet"])
+def test_arrays_in_archives_are_those_of_the_folder(photos, tmp_path, kind):
+    archive = shards(kind, photos, tmp_path)
+    words = [word for word in TRAIN if not word.startswith("data.name=")]
+    data = open_datasets(recipe_of(None, *words, "data.name=shards", f"data.root={archive}"))
+    assert data.channels == 5 and len(data.train) + len(data.val) == 24 and len(data.mean) == 5
+    known = {read(path).tobytes(): path.parent.name for path in photos.glob("?/*.npy")}
+    for part in (data.train, data.val):
+        for n in range(len(part)):
+            image, label = part.read(n, 5)
+            assert known.pop(image.permute(1, 2, 0).numpy().tobytes()) == data.classes[int(label)]
+    assert not known
+
+
+def test_arrays_beside_photos_in_archives_are_no_photos(tmp_path):
+    members = [(f"{name}/{n}{end}", making.jpeg() if end == ".jpg" else b"x") for name in "ab" for n in range(2)
+               for end in (".jpg", ".npy")]  # fmt: skip
+    members += [("a/features.npy", b"x")]
+    found = making.opened(making.tarred(tmp_path / "all.tar", members))
+    assert len(found.train) + len(found.val) == 4 and "5 other files (.npy)" in found.notes["ignored"]
+
+
+@pytest.mark.parametrize(("kind", "words"), [("npy", []), ("tif", []), ("npy", ["data.channels=4"])])
+def test_what_all_images_have_is_said_once_with_what_to_type(photos, tmp_path, kind, words):
+    root = photos
+    if kind == "tif":
+        tifffile, root = pytest.importorskip("tifffile", reason="pip install tifffile"), tmp_path / "tifs"
+        for path in photos.glob("?/*.npy"):
+            (root / path.parent.name).mkdir(parents=True, exist_ok=True)
+            image = np.load(path)
+            tifffile.imwrite(root / path.parent.name / f"{path.stem}.tif", image, photometric="minisblack",
+                             planarconfig="contig")  # fmt: skip
+    others = [word for word in TRAIN if not word.startswith("data.channels=")]
+    for more in ([], ["data.on_error=skip"]):
+        done = command(*others, *words, *more, f"data.root={root}", "mode=single", f"output={tmp_path / 'run'}")
+        assert done.returncode == 3 and suggested(done.stderr) == ["data.channels=5"], done.stderr
+        assert "all 20 " in done.stderr and done.stderr.count("5 channels") == 1
+
+
+def test_values_that_are_no_numbers_are_told(tmp_path):
+    for number in range(8):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image = waves(number % 2, number).astype(np.float32)
+        image[3, 3, 1] = (np.nan, np.inf, 0.5, 0.5)[number // 2]
+        np.save(tmp_path / "ab"[number % 2] / f"{number}.npy", image)
+    data = open_datasets(recipe_of(None, *TRAIN, f"data.root={tmp_path}", "data.pixel_range=[0,1]"))
+    assert "4 images have NaN" in data.notes["pixels"]
+    assert read(tmp_path / "a" / "0.npy")[3, 3, 1] == 0
+
+
+def test_arrays_start_from_a_run_for_colour(photos, single, tmp_path):
+    """Its first layer adapted as that of published weights is; by every other way it is refused with what to type."""
+    for number in range(12):
+        (tmp_path / "colour" / "ab"[number % 2]).mkdir(exist_ok=True, parents=True)
+        pixels = torch.from_numpy((255 * waves(number % 2, number)[..., :3]).astype(np.uint8)).permute(2, 0, 1)
+        torchvision.io.write_png(pixels, str(tmp_path / "colour" / "ab"[number % 2] / f"{number}.png"))
+    others = [word for word in TRAIN if not word.startswith("data.channels=")]
+    colour, run = tmp_path / "run3", tmp_path / "run5"
+    ok(*others, f"data.root={tmp_path / 'colour'}", "mode=single", f"output={colour}")
+    still = ["optimizer.lr=1e-30", "epochs=1", "ema=null", f"model.init_from={colour}", f"data.root={photos}"]
+    words = [word for word in TRAIN if word.partition("=")[0] not in ("optimizer.lr", "epochs", "ema")]
+    words.remove("data.image_size=[24,32]")
+    ok(*words, *still, "mode=ddp", "nproc=2", f"output={run}")
+    facts = result(run)["facts"]
+    assert "repeated in turn" in facts["filters"] and "over 20 of 20 training images" in facts["measured"]
+    assert recipe_of(str(run)).data.image_size == [24, 32] and len(recipe_of(str(run)).data.mean) == 5
+    before, after = (read_weights(folder)[0] for folder in (colour, run))
+    [(name, three)] = [(name, part) for name, part in before.items() if part.shape != after[name].shape]
+    assert torch.equal(after[name], adapted(three, 5)) and three.shape[1] == 3
+    assert all(torch.allclose(after[other], part, atol=1e-20) for other, part in before.items() if other != name)
+    for name, source, channels in (("cnn_gn", single, 3), ("mlp", colour, 5)):
+        with pytest.raises(CheckpointError, match="channels") as caught:
+            zoo.build(ModelRecipe(name=name, init_from=str(source)), 2, channels, (24, 32))
+        assert suggested(str(caught.value)) == [f"data.channels={8 - channels}", "model.init_from=null"]
 
 
 def test_arrays_of_a_users_own(photos):

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import BinaryIO, NamedTuple
 
 from trainer.data.archives.indexes import Archive, ArchiveIndex, Bytes, kept, opened
-from trainer.data.folders.scanning import HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
+from trainer.data.folders.scanning import ARRAY, HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
 from trainer.data.photos.stacks import LARGEST
 from trainer.errors import SetupError
 
@@ -42,7 +42,7 @@ class Member(NamedTuple):
 
 def index(shard: Archive) -> ArchiveIndex:
     """The index of its samples. Raises SetupError, OSError."""
-    return kept(shard, "tar " + " ".join(sorted(readable_suffixes())), look)
+    return kept(shard, "tar " + " ".join(sorted({ARRAY, *readable_suffixes()})), look)
 
 
 def encoded(shard: Archive, start: int, size: int) -> Bytes:
@@ -72,6 +72,10 @@ def look(shard: Archive) -> ArchiveIndex:
         except ValueError as error:
             advice = "mend it, or leave it out by a pattern, as in data.root='/data/train-*.tar'"
             raise SetupError(f"{shard}: {error}: {advice}") from None
+    arrays = [name for name in rows if name.lower().endswith(ARRAY.encode())]
+    for name in arrays if len(arrays) < len(rows) else ():  # beside photos they are something else
+        del rows[name]
+        left.other(os.fsdecode(name))
     return ArchiveIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
@@ -127,6 +131,7 @@ def understood(sample: list[Member], left: LeftOut) -> tuple[str | None, list[Me
         if label is None and (label := class_in(each)) is not None and each.suffix != each.last:
             raise ValueError(f"{each.name} has a class, and is neither NAME{CLASS} nor NAME{JSON} with a dotless NAME")
     images = [each for each in sample if each.suffix == IMAGE or each.last in readable_suffixes()]
+    images = images or [each for each in sample if each.last == ARRAY]
     for each in sample:
         if each not in images and not (images and each.suffix in (CLASS, JSON)):
             left.other(each.name)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from trainer import tasks
 from trainer.data.encoded import EncodedPhotos, encoded, header_file
@@ -148,7 +148,7 @@ def photos(
     train.pixel_range = val.pixel_range = wanted_of(recipe.data)
     values = PixelValues(train.pixel_range)
     channels, size, shape = image_shape(recipe, header_shapes(train, values, recipe.data.channels))
-    values.check()
+    values.check(channels)
     counts = {} if tasks.kind(recipe).reads == "values" else class_counts(train, val, names, recipe.data.balance)
     bytes_needed = (len(train) + len(val)) * math.prod((*sides(size), channels))
     tiny = max(sides(size)) <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
@@ -182,15 +182,18 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | No
             warnings.simplefilter("ignore")
             address, where = folder.address(index), folder.where(int(index))
             with header_file(address) as file:
-                if is_stack(file.read(6), channels):
-                    pixels, kind, _ = read_stack(encoded(address), None)
-                    shapes.append((pixels.shape[2], *pixels.shape[:2]))
-                    values.seen(kind, partial(np.asarray, pixels), where)
-                    continue
+                stack = is_stack(file.read(6), channels)
                 file.seek(0)
-                with Image.open(file, formats=formats()) as image:
-                    shapes.append(shape_of(image))
-                    values.add(image, where)
+                with suppress(UnidentifiedImageError):
+                    if not stack:
+                        with Image.open(file, formats=formats()) as image:
+                            values.add(image, where)
+                            shapes.append(shape_of(image))
+                            continue
+            pixels, kind, _ = read_stack(encoded(address), None)
+            shapes.append((pixels.shape[2], *pixels.shape[:2]))
+            values.channels[pixels.shape[2]].append(where)
+            values.seen(kind, partial(np.asarray, pixels), where)
     return shapes
 
 

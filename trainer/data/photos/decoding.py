@@ -58,19 +58,21 @@ def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -
     """An image by the bytes of its file, as `open_image`."""
     if not data.size:
         raise ValueError("it is empty")
-    if is_stack(data[:6].tobytes(), channels):
-        values, kind, orientation = read_stack(data, channels)
-        pixels = np.ascontiguousarray(values if kind is None else as_bytes(values, kind, pixel_range))
-        return Picture.of(_turned(torch.from_numpy(pixels).permute(2, 0, 1), orientation))
-    if data[:2].tobytes() == b"\xff\xd8":
+    stack = is_stack(data[:6].tobytes(), channels)
+    if data[:2].tobytes() == b"\xff\xd8" and not stack:
         height, width, orientation, tags = jpeg_header(data)
         if height * width * channels > LARGEST:
             raise ValueError(f"{width} x {height} pixels are more than an image has")
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             return Picture(*size, partial(_jpeg, untagged(data, tags), channels, orientation))
-    with without_warnings(), Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-        return Picture.of(upright(opened, channels, pixel_range))
+    with without_warnings(), contextlib.suppress(UnidentifiedImageError):  # of TIFF files Pillow knows some kinds
+        if not stack:
+            with Image.open(io.BytesIO(data.data), formats=formats()) as opened:
+                return Picture.of(upright(opened, channels, pixel_range))
+    values, kind, orientation = read_stack(data, channels)
+    pixels = np.ascontiguousarray(values if kind is None else as_bytes(values, kind, pixel_range))
+    return Picture.of(_turned(torch.from_numpy(pixels).permute(2, 0, 1), orientation))
 
 
 def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:

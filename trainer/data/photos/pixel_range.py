@@ -6,11 +6,12 @@ follows from the values of one image, which would make a dark photo as bright as
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
@@ -22,7 +23,7 @@ WHOLE, REAL = (0.0, 65535.0), (0.0, 1.0)  # of 16 bits, and of real numbers, unl
 BEYOND = 0.05  # of the range: filters may overshoot a little above white or below black
 DARK = 4  # a set whose brightest value is below a fourth of white was hardly written with that white
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
-BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # a TIFF's tags
+BITS, PHOTOMETRIC, SAMPLES, PLANES, SAMPLE_FORMAT = 258, 262, 277, 284, 339  # a TIFF's tags
 
 
 def wanted_of(data: DataRecipe) -> Range | None:
@@ -39,8 +40,11 @@ class PixelKind(NamedTuple):
 
 
 def kind_of(image: Image.Image) -> PixelKind | None:
-    """None for bytes. To be asked before the image is loaded. Raises ValueError for numbers that are not read here."""
+    """None for bytes. To be asked before the image is loaded. Raises ValueError for numbers that are not read here, and
+    UnidentifiedImageError for planes that Pillow takes for others."""
     tags = getattr(image, "tag_v2", {})
+    if tags.get(PLANES) == 2 and (tags.get(SAMPLES, 1) > 4 or np.max(tags.get(BITS, 8)) > 8):
+        raise UnidentifiedImageError
     signed = 2 in np.atleast_1d(tags.get(SAMPLE_FORMAT, 1))
     long = image.mode == "I" and image.format != "PPM"  # which Pillow scales to 16 bits, by the white of each file
     odd = image.mode.startswith("I;16") and (12 in np.atleast_1d(tags.get(BITS, 16)) or tags.get(PHOTOMETRIC) == 0)
@@ -99,13 +103,17 @@ class PixelValues:
     def __init__(self, wanted: Range | None) -> None:
         self.wanted = wanted
         self.count = self.pages = 0  # images whose pixels are not bytes; TIFF files of several pages
+        self.holes = 0  # images of which some pixels are no finite numbers
+        self.channels = defaultdict[int, list[str]](list)  # images by theirs; 0: of one or three, read as either
         self._first: tuple[str, PixelKind] | None = None
         self._low = self._high = 0.0
 
     def add(self, image: Image.Image, where: str) -> None:
         """Look at an image that is not loaded yet; it is loaded where its values may matter. Raises ValueError."""
+        kind = kind_of(image)
+        self.channels[0].append(where)
         self.pages += image.format == "TIFF" and getattr(image, "n_frames", 1) > 1
-        self.seen(kind_of(image), lambda: np.asarray(image), where)
+        self.seen(kind, lambda: np.asarray(image), where)
 
     def seen(self, kind: PixelKind | None, load: Callable[[], Values], where: str) -> None:
         """Look at values of a kind."""
@@ -113,6 +121,7 @@ class PixelValues:
             return
         self.count += 1
         self._first = self._first or (where, kind)
+        self.holes += kind.natural == REAL and not np.isfinite(load()).all()
         if self.wanted is not None or (kind.natural == WHOLE and self._high >= WHOLE[1] / DARK):
             return
         values = load()
@@ -120,8 +129,16 @@ class PixelValues:
         self._low = min(self._low, float(values.min(initial=0)))
         self._high = max(self._high, float(values.max(initial=0)))
 
-    def check(self) -> None:
-        """Refuse values of which black and white are not known. Raises SetupError."""
+    def check(self, channels: int) -> None:
+        """Refuse images that all have other channels, and values of which black and white are not known. Raises
+        SetupError."""
+        if self.channels and not {0, channels} & {*self.channels}:
+            have, named = max(self.channels.items(), key=lambda each: len(each[1]))
+            which = "all" if len(self.channels) == 1 else f"{len(named)} of"
+            raise SetupError(
+                f"{named[0]}: {which} {sum(map(len, self.channels.values()))} images looked at have {have} "
+                f"channel{'s' * (have > 1)}, and {channels} would be read: type data.channels={have}"
+            )
         if self._first is None or self.wanted is not None:
             return
         where, kind = self._first
@@ -142,6 +159,7 @@ class PixelValues:
             kind = self._first[1]
             black, white = self.wanted or kind.natural
             notes["pixels"] = f"are {kind.what}, of which {black:g} becomes black and {white:g} white"
+            notes["pixels"] += f"; {self.holes} images have NaN or infinity, which count as 0" * (self.holes > 0)
         elif self.wanted is not None:
             notes["pixels"] = "are bytes, which data.pixel_range does not change"
         if self.pages:

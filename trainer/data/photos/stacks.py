@@ -35,7 +35,12 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
                 f"{channels} channels, save np.moveaxis(array, 0, -1), else save it as TIFF"
             )
     elif start.startswith(TIFF):
-        values, turned = _tiff(data)
+        try:
+            values, turned = _tiff(data)
+        except LookupError:  # it is damaged
+            raise ValueError("cannot identify image file") from None
+    elif channels in (None, 1, 3):
+        raise ValueError("cannot identify image file")
     else:
         raise ValueError(f"images of data.channels={channels} are .npy and TIFF files, and it is neither")
     values = values[..., None] if values.ndim == 2 else values
@@ -54,7 +59,7 @@ def _tiff(data: Values) -> tuple[Values, int]:
     try:
         import tifffile
     except ImportError:
-        raise ValueError("TIFF files of other channels than 1 and 3 need tifffile: pip install tifffile") from None
+        raise ValueError("this kind of TIFF file is read by tifffile: pip install tifffile") from None
     with tifffile.TiffFile(io.BytesIO(data.data)) as file:
         first = file.pages.first
         series = [part for part in file.series if not part.keyframe.subfiletype & 5]  # smaller copies, and masks

@@ -348,7 +348,10 @@ def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, CUT) for name in INPUTS), *((name, RESIZED) for name in ("folders", "pillow_items", "arrays"))],
+    [
+        *(pytest.param(name, CUT, marks=[pytest.mark.slow] * (name == "registered")) for name in INPUTS),
+        *(pytest.param(name, RESIZED, marks=pytest.mark.slow) for name in ("folders", "pillow_items", "arrays")),
+    ],
 )
 def test_training_evaluates_what_every_door_sees(name, size, home, guide, monkeypatch):
     monkeypatch.chdir(home)

@@ -163,7 +163,7 @@ def test_time_that_is_up_ends_it_with_what_is_done(machine):
     assert figures[0] == figures[-1] == "FAILED: time was up" and figures[-2] == "not reached"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_cut_off_it_has_brought_home_what_was_done(number, machine):
     trip = start(machine, "--only", "prove", STUCK="prove")
     end = time.monotonic() + 60
@@ -191,7 +191,7 @@ def test_runs_that_differ_in_a_bit_differ_and_equal_ones_do_not(tmp_path):
     assert {"last", "model", "ema"} <= kinds and any(name.startswith("step ") for name in differ)
 
 
-@pytest.mark.slow
+@pytest.mark.full("two minutes")
 def test_a_try_on_the_cpu_runs_the_real_commands(tmp_path):
     parts = [word for part in ("graphs", "nccl", "pipeline") for word in ("--only", part)]
     line = [sys.executable, str(SCRIPT), "--cpu", "--out", str(tmp_path / "out"), "--seconds", "900", *parts]

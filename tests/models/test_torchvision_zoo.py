@@ -62,6 +62,7 @@ def test_names_that_are_not_published():
 # The second program is torchvision: what it makes of the same file.
 
 FAST = ("googlenet", "mobilenet_v3", "squeezenet")
+LARGE = ("vgg", "swin_v2", "maxvit", "vit", "wide_resnet", "efficientnet_v2")
 OLD_NAMES = (("denselayer", r"\.(norm|relu|conv)([12])\.", r".\1.\2."), ("mlp", r"mlp\.0\.", "mlp.linear_1."))
 OLD_NAMES += (("mlp", r"mlp\.3\.", "mlp.linear_2."),)
 AS_PUBLISHED = ("densenet", "vit", "resnet")  # their files have older names, and no counters of BatchNorm
@@ -91,7 +92,11 @@ def published_file(hub, name, size, as_published):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family not in FAST)) for family in FAMILIES]
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.full if family in LARGE else pytest.mark.slow] * (family not in FAST))
+        for family in FAMILIES
+    ],
 )
 def test_a_classifier_from_its_weights_computes_what_torchvision_computes(family, hub):
     name, size = FAMILIES[family]

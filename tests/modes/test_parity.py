@@ -50,6 +50,7 @@ MORE = {
 }
 PAIRS = EXACT | ALONE | AVERAGED | MORE
 LONG = [*MORE, "local_sgd averaging every step 4"]
+FAST = ("ddp", "fsdp", "1f1b", "zbv", "dp", "split", "streams", "local_sgd averaging every step 2")
 
 
 def test_every_mode_and_schedule_is_in_the_table():
@@ -103,7 +104,13 @@ def assert_same_training(run, reference, norm=True):
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=[pytest.mark.full("on more ranks")] * (pair in LONG)) for pair in PAIRS]
+    "pair",
+    [
+        pytest.param(pair, marks=pytest.mark.full("on more ranks") if pair in LONG else pytest.mark.slow)
+        if pair not in FAST
+        else pair
+        for pair in PAIRS
+    ],
 )
 def test_a_mode_trains_as_single_does(pair, single, tmp_path):
     words = (DEEP if pair in MORE and pair in PIPES else SHALLOW) + (ALL_IN_A_STEP if pair in AVERAGED else TWICE)

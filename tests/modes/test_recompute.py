@@ -1,6 +1,9 @@
 """Activations that are computed anew in the backward pass: in every mode the run that keeps them, to the bit."""
 
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.command_line import QUIET, ok, result, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer
 from tests.contexts import mode_of
 from trainer.errors import RecipeError
 from trainer.models import recompute as module
@@ -20,6 +23,7 @@ from trainer.processes.world import World
 from trainer.recipe import load
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 PLUGIN = """
 from torch import nn
 from torchvision.ops import StochasticDepth
@@ -304,8 +308,15 @@ def same(one, two):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_draw_the_same_twice_and_keep_less(monkeypatch):
-    """Compared with the same compiled blocks whose activations are kept; of two blocks, and with one of three."""
+def test_compiled_blocks_draw_the_same_twice_and_keep_less():
+    """In a process of its own, in which torch's compiler finds all that it imports as it is in a user's."""
+    program = f"from {__name__} import *\nwith pytest.MonkeyPatch.context() as patch: compare_compiled(patch)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def compare_compiled(monkeypatch):
+    """With the same compiled blocks whose activations are kept; of two blocks, and with one of three."""
     found, anew, compiled = compiled_passes()
     assert compiled == 3
     some, between, compiled = compiled_passes(recomputed=1)

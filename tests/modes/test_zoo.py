@@ -39,6 +39,9 @@ def faults(way, verdicts):
     }
 
 
+LONG = ("fsdp", "gpipe")
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_in_one_process_an_odd_model_trains_as_in_single_or_is_refused(name, here, tmp_path):
     reference = alone(name, ["mode=single"], tmp_path / "single")
@@ -48,8 +51,14 @@ def test_in_one_process_an_odd_model_trains_as_in_single_or_is_refused(name, her
         assert faults(way, {name: found if isinstance(found, str) else verdict(name, way, found, reference)}) == {}, way
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ONE_PROCESS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.full("half a minute each") if way in LONG else pytest.mark.slow)
+        for way in WAYS
+        if way not in ONE_PROCESS
+    ],
+)
 def test_over_ranks_an_odd_model_trains_as_in_single_or_is_refused(way, tmp_path):
     command = [sys.executable, "-m", "tests.modes.zoo_runs", str(tmp_path), way, *filter(None, [MODELS.get(way)])]
     done = warm.run(command, env=environment(NPROC="1"), capture_output=True, text=True, timeout=500)

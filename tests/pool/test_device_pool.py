@@ -349,7 +349,7 @@ def cube(item):
 """
 
 
-@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("guarded", [pytest.param(guarded, marks=pytest.mark.slow) for guarded in (True, False)])
 def test_workers_of_a_script(guarded, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))

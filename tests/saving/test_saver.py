@@ -223,6 +223,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {**json.loads(done.stdout), "rounds": rounds}
 
 
+@pytest.mark.slow
 def test_whatever_rank_is_killed_or_has_a_full_disk_nothing_is_lost(struck: Any) -> None:
     assert struck["kills"] + struck["full"] == struck["rounds"]
     assert struck["kills"] > struck["rounds"] / 3 and struck["full"] > struck["rounds"] / 10

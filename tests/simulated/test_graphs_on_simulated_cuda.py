@@ -76,12 +76,14 @@ def test_a_run_with_replays_is_the_run_without(words):
     assert replayed.waits.inside(runs.IN_A_STEP, *NOT_EVERY_STEP) == {}
 
 
+@pytest.mark.slow
 def test_a_model_that_waits_is_launched():
     launched, replayed, _, said = both("model.name=waits accumulate=2 graphs=true")
     assert alike(launched, replayed) and replayed.errors == []
     assert len(said) == 1 and "graphed_runs.py" in said[0]
 
 
+@pytest.mark.slow
 def test_blocks_that_draw_are_computed_anew_launched():
     kept = trained("model.name=noisy graphs=false")[0]
     launched, replayed, count, said = both("model.name=noisy recompute=true graphs=auto")

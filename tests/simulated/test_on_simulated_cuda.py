@@ -251,6 +251,7 @@ def check_unlike():
     assert uses.strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4").room() <= 15 << 30
 
 
+@pytest.mark.slow
 def test_unlike_cards_are_told_as_they_are():
     with runs.alone(), simulated(UNLIKE) as machine:
         check_unlike()

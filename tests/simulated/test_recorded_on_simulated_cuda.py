@@ -39,7 +39,13 @@ def three_cards(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("words", [*RUNS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param(words, marks=[pytest.mark.slow] * (words != RUNS[2])) for words in RUNS),
+        *(pytest.param(words, marks=pytest.mark.full if "noisy" in words else pytest.mark.slow) for words in MORE),
+    ],
+)
 def test_a_run_with_replays_is_the_run_without(words):
     launched, replayed, count, said = both(f"{words} graphs=true")
     assert said == [] and replayed.errors == []

@@ -71,6 +71,7 @@ def run(room, monkeypatch, *words):
     return settled(resolved, model)
 
 
+@pytest.mark.slow
 def test_a_run_decides_for_all(monkeypatch):
     resolved = run(MIB, monkeypatch, "recompute=auto")
     assert resolved.recipe.recompute is True and resolved.recomputed == len(runs_of(made()[0]))

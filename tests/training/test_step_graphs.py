@@ -123,7 +123,7 @@ def continued(words, folder, stops):
     return left
 
 
-@pytest.mark.parametrize("ways", ["true true", "true false", "false true"])
+@pytest.mark.parametrize("ways", [pytest.param("true true", marks=pytest.mark.slow), "true false", "false true"])
 def test_a_run_goes_on_in_mid_epoch(ways, tmp_path):
     """And graphs may be turned on and off there."""
     words = f"accumulate=2 {ADAMW} ema=0.9 data.samples=80"
@@ -375,7 +375,13 @@ def commanded(words, graphs, warm, folder):
     return left.read(), [file.stat().st_size for file in replays.iterdir()]
 
 
-@pytest.mark.parametrize("name", [*RANKS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_RANKS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name != "ddp")) for name in RANKS),
+        *(pytest.param(name, marks=pytest.mark.full) for name in MORE_RANKS),
+    ],
+)
 def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     words, warm = (RANKS | MORE_RANKS)[name]
     eager, none = commanded(words, "false", 0, tmp_path)
@@ -384,6 +390,7 @@ def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     assert len(replays) == 2 and min(replays) > 5
 
 
+@pytest.mark.slow
 def test_what_keeps_one_rank_from_recording_is_told_and_all_launch(tmp_path):
     words = f"mode=ddp model.name=waitsonone {SGD} epochs=3"
     eager, _ = commanded(words, "false", 0, tmp_path)

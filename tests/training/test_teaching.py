@@ -155,7 +155,8 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "2")) for way in SHARDED])
+@pytest.mark.parametrize("way", SHARDED)
+@pytest.mark.slow
 def test_a_large_teacher_is_sharded_as_its_student_is(way, large, single, tmp_path):
     words = ["distill.weight=0.7", "distill.temperature=3"]
     reference, run = single(f"distill.teacher={large}", *words), tmp_path / "run"

@@ -140,11 +140,16 @@ LIGHT = {  # networks for what is no matter of size; the full counts take the re
 }
 
 
-LARGE = ("mobilenet_v3_large", "efficientnet_b0", "resnet18", "resnet50_v2", "resnet50_8gpu")
+SLOW = ("cifar10_distilled", "finetune", "resnet50", "mobilenet_v3_large", "efficientnet_b0")
+LARGE = ("resnet18", "resnet50_v2", "resnet50_8gpu")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in LARGE[2:] else []) for name in shipped_recipes()]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full if name in LARGE else pytest.mark.slow] * (name in LARGE + SLOW))
+        for name in shipped_recipes()
+    ],
 )
 def test_every_recipe_trains_two_steps(name, photos, tmp_path, here, full):
     """On images made here where its own must be fetched; the network and everything else are the recipe's.

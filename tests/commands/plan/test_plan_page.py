@@ -16,6 +16,7 @@ def page(capsys, *words):
     return found
 
 
+@pytest.mark.slow
 def test_the_page(capsys):
     found = page(capsys, "recipe=digits", "devices=[cpu]", "nproc=2", "memory=4MiB", "bandwidth=1GB/s")
     for text in ("1,437 training images", "DOES NOT FIT", "accumulate=2", "94,186 parameters", "all-reduce", "hogwild"):

@@ -68,7 +68,9 @@ def test_replicas_of_data_parallel():
     ("mode", "memory", "keys"),
     [
         (["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate"]),
-        (["mode=pipeline", "devices=[cpu]"], "8MiB", ["accumulate", "recompute", "precision"]),
+        pytest.param(
+            ["mode=pipeline", "devices=[cpu]"], "8MiB", ["accumulate", "recompute", "precision"], marks=pytest.mark.slow
+        ),
         (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ["accumulate", "recompute", "precision"]),
     ],
 )

@@ -161,6 +161,7 @@ def test_jpeg_copies_and_mixed_inputs_are_refused(photos, tmp_path):
     assert left.in_words() == "1 other file (.npy)"
 
 
+@pytest.mark.slow
 def test_first_layers_are_adapted_as_timm_does():
     weight = torch.randn(8, 3, 7, 7)
     for channels in (1, 2, 4, 5, 7, 64):

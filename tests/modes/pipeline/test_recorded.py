@@ -118,10 +118,11 @@ WORDS = {
     "computed anew": f"{FOUR} model.name=cnn recompute=true {ADAMW}",
     "computed anew in three": f"mode=split {THREE} model.name=cnn recompute=true {SGD} accumulate=2",
 }
+FAST = ("split", "one micro-batch", "two micro-batches", "fp16", "frozen", "mixed")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in WORDS])
 def test_replayed_steps_are_the_launched_ones(name, apart):
     played = replayed(WORDS[name], apart)
     assert differences(launched(WORDS[name]), played) == []
@@ -129,7 +130,7 @@ def test_replayed_steps_are_the_launched_ones(name, apart):
     assert (played.steps.recording.update is None) is apart  # the optimizer's part, which one device records
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one device", "several"])
 def test_a_run_goes_on_in_mid_epoch(apart, tmp_path):
     words = f"{FOUR} {ADAMW} ema=0.9 data.samples=80"
     replayed(words, apart, folder=tmp_path, stop_after=7)
@@ -140,6 +141,7 @@ def test_a_run_goes_on_in_mid_epoch(apart, tmp_path):
     whole.figures = every
 
 
+@pytest.mark.slow
 def test_bubbles_are_those_of_replayed_steps_or_none(tmp_path):
     """Within one graph nothing can be timed, and what launched steps had is not what replayed ones have."""
     words = f"{FOUR} {SGD} pipeline.timeline=true epochs=4"
@@ -187,6 +189,7 @@ def test_a_recording_that_fails_leaves_nothing(apart, after):
     assert len(played.said) == 1 and all(recorder.closed for recorder in played.recorders)
 
 
+@pytest.mark.slow
 def test_stages_that_draw_are_computed_anew_launched():
     words = f"{FOUR} {SGD} recompute=true"
     with pytest.raises(RecipeError, match=r"recompute=false, or graphs=false"):

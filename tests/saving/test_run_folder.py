@@ -43,12 +43,16 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     first.write_recipe(recipe(tmp_path / "run"))
     first.close()
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    draft, own = (tmp_path / "run" / f".{name}.{'0' * 32}" for name in ("recipe.yaml", "cache"))
+    draft.touch()
+    own.mkdir()
     with pytest.raises(FolderInUseError, match="resume=auto"):
         RunFolder(recipe(tmp_path / "run"))
+    assert draft.exists() and own.exists()
     with pytest.raises(RecipeError, match=r"batch_size: 96 .*\b32\b"):
         RunFolder(recipe(tmp_path / "run", "resume=auto", "batch_size=32"))
     again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
-    assert again.resuming
+    assert again.resuming and not draft.exists() and own.exists()
     again.close()
 
 

@@ -216,6 +216,11 @@ def test_where_most_of_computing_may_be_communication_one_line_says_what_is_know
     less = judge(StepParts(1, optimizer=0.06, communication=0.46, at_most=True), RUN, recipe, Setting(2))
     assert ("46% is communication" if mode == "fsdp" else "up to 46% ") in less.sentence
     assert ("too short" in f"{less.sentence} {less.unmeasured}") == (mode == "ddp"), "of fsdp no run measures it"
+    setting = Setting(2, gpu=True)
+    for communication in (0.1, 0.9):  # whatever the sentence is, it tells what its advice is about
+        told = judge(StepParts(1, communication=communication, at_most=True, launches=0.0), RUN, recipe, setting)
+        advised = any(word.startswith("batch_size=") for word in told.overrides)
+        assert ("images of a batch" in told.sentence) == advised, told
 
 
 MANY = {

@@ -118,7 +118,7 @@ class Simulated:
         self.truth /= sum(self.timer.steps)
         self.ledger = Ledger("steps")
         self.ledger.begun -= spent
-        self.strategy, self.average, self.position = self, None, None
+        self.strategy, self.average, self.position, self.draws_anew = self, None, None, False
         self.steps = SimpleNamespace(undecided=True)
         self.context = SimpleNamespace(example=SimpleNamespace(zeros=lambda *_, **__: None))
         self.updater = SimpleNamespace(begin=lambda _: None, step=lambda *_, **__: self.issue(2))

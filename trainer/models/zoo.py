@@ -218,12 +218,12 @@ def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str]
     try:
         initialise(model, weights, f"init_from={source}")
     except CheckpointError as error:
-        if (have := _stored(metadata, "channels") or channels) != channels:
+        trained, have = _stored_model(metadata).get("name"), _stored(metadata, "channels")
+        if not isinstance(trained, str) or trained == name:
+            if not isinstance(have, int) or have == channels:
+                raise
             what = f"init_from={source} reads {have} channel{'s' * (have > 1)}, and images have {channels}"
             raise CheckpointError(f"{what}: type data.channels={have}, or model.init_from=null") from None
-        trained = _stored_model(metadata).get("name")
-        if not isinstance(trained, str) or trained == name:
-            raise
         known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
         raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
 

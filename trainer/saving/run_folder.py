@@ -23,7 +23,7 @@ from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import new_cosine, trains_longer
 from trainer.recipe.removed import computed_otherwise
 from trainer.saving import locks
-from trainer.saving.files import read, remove, usable_json, why, write_atomically, writing
+from trainer.saving.files import read, usable_json, why, write_atomically, writing
 from trainer.saving.journal import JOURNAL
 
 # Keys of data that a run settles before it writes its recipe.
@@ -88,8 +88,6 @@ class RunFolder(NullFolder):
             owner = os.pread(self._lock, 200, 0).decode(errors="replace")
         except OSError:  # no file
             owner = ""
-        for draft in self.path.glob(f".*.{'[0-9a-f]' * 32}"):  # of a job that was killed as it wrote
-            remove(draft)
         used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         restarted = is_this_job(owner)
         if owner and not restarted and not self._saved():  # without an owner the files are the user's own
@@ -102,6 +100,9 @@ class RunFolder(NullFolder):
             )
         if resuming:
             self._continue(recipe)
+            for name in (*WRITTEN, JOURNAL) if owner else ():  # drafts of a job that was killed as it wrote
+                for draft in self.path.glob(f".{name}.{'[0-9a-f]' * 32}"):
+                    draft.unlink(missing_ok=True)
         self._sign()
         return resuming
 

@@ -151,8 +151,6 @@ def judge(
         slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
         ratio = max(measured.busy) / (sum(measured.busy) / len(measured.busy))
         sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
-    if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
-        sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     idle, hidden = _unmeasured(measured)
     at_most = (measured.communication or 0.0) / measured.step if measured.at_most else 0.0
     most, sharded = 2 * at_most > parts["compute"], recipe.traits.exchanges == "shards"
@@ -161,6 +159,8 @@ def judge(
         sentence = f"{parts[bound]:.0%} of the step is computing and communication between ranks"
         sentence += ", which overlap" if sharded else ": a longer run measures each"
         sentence += f": at most {at_most:.0%} is communication" * (not most)
+    if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
+        sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
     short: list[str] = []
     if bound in ("compute", "bubble", "optimizer"):
         sentence, short = "; ".join([sentence, *idle]), [] if together or sharded else hidden

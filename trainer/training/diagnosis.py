@@ -68,7 +68,7 @@ def diagnose(run: Run) -> Verdict | None:
         spare = min(budget, SECONDS)
         reading = measure_reading(photos, run.recipe, data_set.image_size, data_set.channels, spare)
     probe += time.perf_counter() - begun
-    images, may_replay = len(run.datasets.train), run.steps.undecided
+    images, may_replay = len(run.datasets.train), run.steps.undecided and not run.strategy.draws_anew
     setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, may_replay, images, reading)
     judged = judge(measured, seconds, run.recipe, setting, probe, run.noticed.warnings)
     verdict: Verdict = world.broadcast_object(judged)

@@ -176,8 +176,9 @@ def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
 def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
     """The banner's lines of weights that training starts from."""
     source, names, lines = recipe.model.init_from, data.classes, dict[str, str]()
-    adapts = source and colour_filters(read_weights(run_named(source))[0], model, data.channels)
-    if adapts or (recipe.model.weights is not None and data.channels != 3):
+    others = data.channels != 3
+    adapts = others and source and colour_filters(read_weights(run_named(source))[0], model, data.channels)
+    if adapts or (others and recipe.model.weights is not None):
         lines["filters"] = (
             f"of the first layer, for colour, are {'summed' if data.channels == 1 else 'repeated in turn'}"
         )

@@ -71,7 +71,8 @@ def needs(resolved: Resolved, state: TrainState) -> str:
         words += ["fsdp.offload=true, which is slower"] * (world.size > 1)
     words += [f"a smaller number for rank {world.rank} in shares"] * bool(given(recipe))
     few = recipe.accumulate == "auto" and len(possible(resolved)) < 3 and recipe.batch_size // (4 * count) * 4 * count
-    words += [f"batch_size={few}, which divides into more pieces" if few else "a smaller batch_size"]
+    less = f"batch_size={few}, which divides into more pieces" if 0 < few < recipe.batch_size else ""
+    words += [less or "a smaller batch_size"]
     if KEPT in state.strategy.tuned and (number := twice(possible(resolved), recipe.pieces)) is not None:
         folder = resolved.tracker.path or recipe.output
         again = f"recipe={shlex.quote(str(folder))} output={shlex.quote(str(folder))}" if folder else "the same words,"

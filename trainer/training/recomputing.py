@@ -30,8 +30,9 @@ def settled(resolved: Resolved, model: nn.Module) -> Resolved:
     if recipe.recompute != "auto":
         return resolved
     if world.device.type == "cuda":
-        weights, taught = memory.size_of(*model.parameters()), resolved.teacher.size if resolved.teacher else 0
-        held = teacher_share(taught, weights, weight_shards(recipe, world.size))
+        weights, held = memory.size_of(*model.parameters()), 0
+        if resolved.teacher and recipe.traits.exchanges == "shards":  # else it is on the device already
+            held = teacher_share(resolved.teacher.size, weights, weight_shards(recipe, world.size))
         room = memory.room_in(free_memory(world.device), world.sharing(), held)
         example = resolved.datasets.example(most_rows(recipe, resolved.share.count))
         count = blocks_needed(model, recipe, example, room, world.size)

@@ -83,6 +83,8 @@ class Teacher(Task):
         values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in model.state_dict().values()]
         digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
+        if needed and self.recipe.traits.exchanges != "shards":  # before its mode looks for what is free
+            model.to(device)
         self._model = model if needed else None
         self._run: Any = self._model  # or what its mode put in its place
         self.size = size_of(*trained.weights.values()) * needed  # bytes on this rank, where it is whole

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from tests.data.archives.making import in_folders, jpeg, opened, tarred
+from tests.data.archives.making import in_folders, jpeg, opened, tarred, with_classes
 from trainer.data.archives import tars
 from trainer.data.archives.indexes import Archive
 from trainer.errors import SetupError
@@ -34,6 +34,15 @@ def test_bytes_lie_where_it_is_said(tmp_path):
     assert [index.below[n] for n in index.folders] == ["cat"] * 3 + ["dog"] * 4
     with pytest.raises(ValueError, match="larger than"):
         tars.encoded(shard, 512, 2**40)
+
+
+def test_arrays_beside_photos_are_no_images(tmp_path):
+    """Even several of one class; where there are no others, such a sample is refused."""
+    sample = [("s.mean.npy", b"1"), ("s.std.npy", b"2"), ("s.json", b'{"label": 1}')]
+    _, index = looked(tmp_path, [*with_classes([0, 1]), *sample])
+    assert len(samples(index)) == 2 and index.left
+    with pytest.raises(SetupError, match="several images and one class"):
+        looked(tmp_path, sample)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def answers(
         commands = [[*command, str(rank)] for rank in range(len(devices))]
         codes = family.at_once(commands, environment, log, timeout)
     if any(codes):
-        raise PeerError(failure_line(log_of(folder), 1))
+        raise PeerError(failure_line(log_of(folder), max(codes) or min(codes)))  # those that go on are killed
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(devices))]
 
 

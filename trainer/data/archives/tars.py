@@ -25,6 +25,7 @@ KIND = b"tar"
 IMAGE, CLASS, JSON = ".img", ".cls", ".json"
 CLASS_KEYS = ("cls", "label", "class")  # in JSON
 LONGEST = 2**20  # bytes of a file that may hold a class
+SEVERAL = "{} is of a sample of several images and one class"
 WINDOW, ZEROS = 2**14, 2**20  # bytes that are read at once: a header and small files after it; behind the last file
 
 
@@ -56,23 +57,26 @@ def look(shard: Archive) -> ArchiveIndex:
     """Read all headers, and the classes; no image. Raises SetupError, OSError."""
     opened(shard)  # it is a file, and the one that it was
     rows: dict[bytes, tuple[int, int, int, int]] = {}  # start, size, class, folder
-    left, texts, below = LeftOut(), dict[str, int](), dict[str, int]()
+    left, texts, below, several = LeftOut(), dict[str, int](), dict[str, int](), list[str]()
     with open(shard.path, "rb", WINDOW) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # read-ahead would read images
         try:
             for _, sample in groupby(files_in(file, shard.size, left), lambda each: each.key):
                 text, images = understood([*sample], left)
+                several += [each.name for each in images[1:] if text is not None]  # of photos it is refused at once
                 label = -1 if text is None else texts.setdefault(text, len(texts))
                 for image in images:
                     if (name := os.fsencode(image.name)) in rows:
                         raise ValueError(f"{image.name} is in it twice")
                     folder = below.setdefault(image.name.rpartition("/")[0], len(below))
                     rows[name] = (image.start, image.size, label, folder)
+            arrays = [name for name in rows if name.lower().endswith(ARRAY.encode())]
+            if several and len(arrays) == len(rows):
+                raise ValueError(SEVERAL.format(several[0]))
         except ValueError as error:
             advice = "mend it, or leave it out by a pattern, as in data.root='/data/train-*.tar'"
             raise SetupError(f"{shard}: {error}: {advice}") from None
-    arrays = [name for name in rows if name.lower().endswith(ARRAY.encode())]
     for name in arrays if len(arrays) < len(rows) else ():  # beside photos they are something else
         del rows[name]
         left.other(os.fsdecode(name))
@@ -136,9 +140,10 @@ def understood(sample: list[Member], left: LeftOut) -> tuple[str | None, list[Me
         if each not in images and not (images and each.suffix in (CLASS, JSON)):
             left.other(each.name)
     if label is not None and len(images) > 1:  # 1.jpg beside 1.mask.png
-        images = [each for each in images if each.suffix == each.last]
-        if len(images) != 1:
-            raise ValueError(f"{sample[0].name} is of a sample of several images and one class")
+        whole = [each for each in images if each.suffix == each.last]
+        if len(whole) != 1 and images[0].last != ARRAY:
+            raise ValueError(SEVERAL.format(sample[0].name))
+        images = whole if len(whole) == 1 else images
     return label, images
 
 

@@ -78,7 +78,7 @@ class Staged(Strategy):
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self._held = {mode: held(self.model, mode) for mode in (True, False)}
         draws = self.world.all_or_none(lambda: self.world.is_main and prove(self, traced), DATA_PATIENCE)
-        self.note_draws(draws and self.recipe.recompute is True)
+        self.note_draws(self.world.broadcast_object(draws) and self.recipe.recompute is True)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)
 

@@ -16,7 +16,7 @@ from trainer.errors import (
     in_one_line,
     sentence,
 )
-from trainer.launch.endings import Ending, cause, first_cause, say, with_stack, write_report
+from trainer.launch.endings import STOPPED, Ending, cause, first_cause, say, with_stack, write_report
 from trainer.processes import family, stacks
 from trainer.processes.watchdog_process import GIVEN_UP
 
@@ -32,6 +32,7 @@ from trainer.processes.watchdog_process import GIVEN_UP
         ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
         ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
         ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
+        ([Ending(3, 7, "lost", 1.0), Ending(0, 7, f"rank 1: {STOPPED}", 1.2)], 0, 7, "rank 1: it is stopped"),
         ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
         ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
         ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),

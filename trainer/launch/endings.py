@@ -46,6 +46,7 @@ CAUSES = {  # what may be behind a signal that nobody sent on purpose
     GIVEN_UP.name: " (its Python did not run after a signal)",
     "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
 }
+STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
 NOTICED = 0.3  # seconds within which the launcher notices that a rank is gone; it looks every 0.1 s
 SLOWER = 5.0  # seconds that rank 0 may begin later than another
 
@@ -66,15 +67,15 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     A rank that fails takes its peers along: they lose it (7) or are stopped (143, SIGTERM). So a rank's own code
     counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
     One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause. Nor is one
-    that NCCL aborted, which waited for another.
+    that NCCL aborted, which waited for another. Of those that lost others, one that found a stopped rank knows why.
     """
     endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
     late = min(end.time for end in endings) + KILLED_LATE
 
-    def precedence(end: Ending) -> tuple[int, bool, float, int]:
+    def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
         no_cause = end.code >= 0 or end.code == -signal.SIGABRT or end.time > late
-        return follows.get(public_code(end.code), 0), no_cause, end.time, end.rank
+        return follows.get(public_code(end.code), 0), no_cause, STOPPED not in end.line, end.time, end.rank
 
     first = min(endings, key=precedence)
     return Ending(first.rank, public_code(first.code), first.line or _how_it_ended(first), first.time)
@@ -177,7 +178,7 @@ def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
         return line
     waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", f"{line} {error.__cause__}")
     silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
-    return f"rank {', '.join(map(str, stopped))}{silent} it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+    return f"rank {', '.join(map(str, stopped))}{silent} {STOPPED}"
 
 
 def say(line: str, code: int) -> None:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.command_line import blocks, environment, orphaned_blocks, result, steps
+from trainer.processes.interrupts import SHORTEST
 
 WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
 WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
@@ -226,7 +227,8 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
             job.main.kill()
         elif kind == "stop":
             rank, pid = dice.choice(sorted(job.ranks().items()))
-            hit.victim, limit = f"rank {rank}", TIMEOUT + 5.0
+            # Woken, it may hear torchrun's SIGTERM before it finds its peers gone, and leaves SHORTEST seconds later.
+            hit.victim, limit = f"rank {rank}", TIMEOUT + SHORTEST + 3.0
             os.kill(pid, signal.SIGSTOP)
         elif kind == "pause":
             hit.victim, limit = "all", 120.0

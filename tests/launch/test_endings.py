@@ -33,6 +33,7 @@ from trainer.processes.watchdog_process import GIVEN_UP
         ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
         ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
         ([Ending(3, 7, "lost", 1.0), Ending(0, 7, f"rank 1: {STOPPED}", 1.2)], 0, 7, "rank 1: it is stopped"),
+        ([Ending(0, -11, "", 2.0), Ending(1, 7, f"rank 0: {STOPPED}", 1.0)], 1, 7, "rank 0: it is stopped"),
         ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
         ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
         ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),

@@ -67,7 +67,8 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     A rank that fails takes its peers along: they lose it (7) or are stopped (143, SIGTERM). So a rank's own code
     counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
     One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause. Nor is one
-    that NCCL aborted, which waited for another. Of those that lost others, one that found a stopped rank knows why.
+    that NCCL aborted, which waited for another. One that found a stopped rank knows why: that one is woken to write
+    its stacks, of which Python's faulthandler sometimes dies.
     """
     endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
@@ -75,7 +76,7 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
         no_cause = end.code >= 0 or end.code == -signal.SIGABRT or end.time > late
-        return follows.get(public_code(end.code), 0), no_cause, STOPPED not in end.line, end.time, end.rank
+        return follows.get(public_code(end.code), 0), STOPPED not in end.line, no_cause, end.time, end.rank
 
     first = min(endings, key=precedence)
     return Ending(first.rank, public_code(first.code), first.line or _how_it_ended(first), first.time)

@@ -246,6 +246,23 @@ MUTANTS = {
 CHECKPOINT = module.checkpoint
 
 
+class Racing(nn.Linear):
+    """Adds up in another order each time, as a GPU's kernels do in bf16, unless torch is asked for one order."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        noise = 0 if torch.are_deterministic_algorithms_enabled() else 0.05 * torch.randn(out.shape, generator=DICE)
+        return out * (1 + noise)
+
+
+DICE = torch.Generator()
+
+
+def test_kernels_that_race_are_no_fault():
+    assert set_up(nn.Sequential(Racing(4, 4), nn.ReLU(), Racing(4, 4), nn.ReLU()))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_proof_sees(mutant, monkeypatch):
     set_up(noisy_block())

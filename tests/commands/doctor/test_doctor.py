@@ -23,7 +23,7 @@ from trainer.processes import peers
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(machine, "sums", lambda backend, size: f"{backend} of {size} works")
+    monkeypatch.setattr(machine, "sums", lambda backend, devices: f"{backend} of {len(devices)} works")
     monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
 
 

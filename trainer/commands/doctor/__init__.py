@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from trainer.commands.doctor import machine
 from trainer.errors import RecipeError, SetupError
-from trainer.processes import fork_server
 from trainer.processes.terminal import say
 
 BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
@@ -27,7 +26,6 @@ def command(words: Sequence[str]) -> int:
 def examine() -> machine.Findings:
     """Look at everything. A check that fails becomes a problem of one line, and the others follow."""
     report = machine.Findings()
-    report.trying("processes", fork_server.context, "torch.distributed")  # it loads torch meanwhile
     if report.trying("software", machine.versions, report):
         cards = report.trying("cards", machine.check_cards, report) or 0
         report.trying("processes", machine.talking, report, cards)

@@ -3,7 +3,6 @@ talk to each other; cores, memory, disk, limits, and the environment variables t
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import os
 import platform
@@ -17,16 +16,17 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from trainer.devices import cards, health, host
-from trainer.errors import SetupError, explain, in_one_line
-from trainer.processes import fork_server
-from trainer.processes.peers import shared_memory
+from trainer.errors import PeerError, SetupError, in_one_line
+from trainer.processes.peers import check_sums, lost_peers, shared_memory
 from trainer.processes.resources import cores
 from trainer.recipe.versions import VERSION, installed
+
+if TYPE_CHECKING:
+    from trainer.commands.trials.measuring import Measurer
 
 SOFTWARE, CARDS, PROCESSES, MACHINE = "software", "cards", "between processes", "machine"
 TIMEOUT = 60.0  # seconds
@@ -149,66 +149,29 @@ def talking(report: Findings, count: int) -> None:
     """Sums over two real processes on the CPU, and over the cards, where there are several."""
     import torch.distributed as dist
 
-    report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", sums, "gloo", 2) or "FAILS, see below")
+    report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", sums, "gloo", ["cpu"] * 2) or "FAILS, see below")
     if count > 1 and not dist.is_nccl_available():
         report.problem(cards.NO_NCCL)
     elif count > 1:
-        report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", sums, "nccl", count) or "FAILS, see below")
+        named = [f"cuda:{number}" for number in range(count)]
+        report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", sums, "nccl", named) or "FAILS, see below")
 
 
-def sums(backend: str, size: int) -> str:
-    """That `size` processes of the fork server sum a pattern rightly. Raises SetupError."""
-    context = fork_server.context()
-    children, pipes, reasons = [], [], []
+def sums(backend: str, devices: Sequence[str]) -> str:
+    """That processes on these devices sum a pattern rightly. Raises SetupError."""
+    from trainer.commands.trials.measuring import answers  # needs torch
+
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         try:
-            for rank in range(size):
-                answer, mine = context.Pipe(duplex=False)
-                words = (backend, rank, size, f"{folder}/store", mine)
-                children.append(context.Process(target=_rank, args=words, daemon=True))
-                fork_server.start(children[-1])
-                pipes.append(answer)
-                mine.close()
-            for rank, answer in enumerate(pipes):
-                try:
-                    silent = f"process {rank} was silent for {TIMEOUT:.0f} s"
-                    reasons.append(str(answer.recv()) if answer.poll(TIMEOUT) else silent)
-                except EOFError:
-                    reasons.append(f"process {rank} ended")
-        finally:
-            for child in children:
-                if child.pid is not None:
-                    child.kill()
-                    child.join()
-    # A rank that failed by itself comes first.
-    if reasons := sorted(filter(None, reasons), key=lambda reason: "lost another rank" in reason):
-        raise SetupError(f"{backend} does not work between {size} processes here: {reasons[0]}")
+            answers(_sum, devices, 1, Path(folder) / "ranks", timeout=TIMEOUT)
+        except PeerError as error:
+            raise SetupError(f"{backend} does not work between {len(devices)} processes here: {error}") from None
     return "sums are correct"
 
 
-def _rank(backend: str, rank: int, size: int, store: str, answer: Connection) -> None:
-    """Be one of the processes, and answer with what went wrong."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries' own words; the answer says it all
-    reason = ""
-    try:
-        import torch
-        import torch.distributed as dist
-
-        from trainer.processes.peers import check_sums, lost_peers
-
-        device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with lost_peers():
-            patience = datetime.timedelta(seconds=TIMEOUT / 2)
-            dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
-            check_sums(device, rank, size)
-            dist.barrier()
-    except Exception as error:
-        reason = explain(error)[0].splitlines()[-1]
-    answer.send(reason)
-    answer.close()
-    os._exit(0)  # a clean exit may abort while gloo's threads run
+def _sum(here: Measurer) -> None:
+    with lost_peers():
+        check_sums(here.device, here.rank, here.count)
 
 
 def resources(report: Findings) -> None:

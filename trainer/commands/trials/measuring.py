@@ -25,6 +25,7 @@ from trainer.devices.precision import set_precision
 from trainer.errors import PeerError, in_one_line
 from trainer.processes import family
 from trainer.processes.interrupts import exit_now
+from trainer.processes.peers import lost_peers
 from trainer.saving.files import writing
 from trainer.telemetry.clocks import synchronise
 
@@ -112,7 +113,8 @@ def _join(here: Measurer, threads: int | None) -> None:
     set_precision("fp32")
     if here.count > 1:
         backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{here.folder.absolute()}/store"
-        dist.init_process_group(backend, store, rank=here.rank, world_size=here.count)
+        with lost_peers():
+            dist.init_process_group(backend, store, rank=here.rank, world_size=here.count)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,20 @@ extras="" # [test] installs what the tests need, too
 
 usage() {
     cat <<'TEXT'
-usage: ./launch.sh recipe=NAME [key=value ...]    train (on every GPU; without one, in two processes)
-       ./launch.sh evaluate checkpoint=RUN        evaluate a trained run again
-       ./launch.sh runs [show RUN]                list the runs in ./runs, or show one; also compare, delete
-       ./launch.sh export RUN format=onnx         a trained model as a file for other programs
-       ./launch.sh cache                          copies of photos that are read faster: list, build, verify, delete
-       ./launch.sh submit slurm recipe=NAME ...  write the script that sbatch takes
-       ./launch.sh doctor                         what this machine offers, and what is wrong with it
-       ./launch.sh prove                          does this machine train right, and how fast? ten minutes
-       ./launch.sh recipes [NAME]                 list the recipes, or print one with every key explained
-       ./launch.sh guide [TOPIC]                  answers by question: which mode, out of memory, your photos, ...
-       ./launch.sh tensorboard [args]             look at the runs in ./runs on this machine
-       ./launch.sh COMMAND --help                 more on these and compare, sweep, plan, predict, completion, version
-       ./launch.sh test [--slow] [pytest args]    test the installation; --slow takes longer, --all hours
-       ./launch.sh test --versions[=lowest]       every mode with the lowest and the newest torch, beside .venv
+usage: ./launch.sh recipe=NAME [key=value ...]    Train (on every GPU; without one, in two processes)
+       ./launch.sh evaluate checkpoint=RUN        Evaluate a trained run again
+       ./launch.sh runs                           List the runs below the folder runs
+       ./launch.sh export RUN format=onnx         Export a trained model to a file for other programs
+       ./launch.sh cache                          List the caches of decoded photos
+       ./launch.sh submit slurm recipe=NAME       Print the batch script that SLURM needs
+       ./launch.sh doctor                         Show what this machine offers for training and what is wrong with it
+       ./launch.sh prove                          Check that this machine trains correctly and measure how fast
+       ./launch.sh recipes                        List the recipes that come with the package
+       ./launch.sh guide                          Answer questions
+       ./launch.sh tensorboard [args]             Look at the runs in ./runs on this machine
+       ./launch.sh COMMAND --help                 Explain these, and compare, sweep, plan, predict, completion, version
+       ./launch.sh test [--slow] [pytest args]    Test the installation; --slow takes longer, --all hours
+       ./launch.sh test --versions[=lowest]       Train in every mode with the lowest and the newest torch, beside .venv
 
 The first use makes .venv beside this script and installs into it, with uv where present; pip's and uv's own
 variables choose the index and the build. Read as well: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, torchrun's

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import PROJECT
+from trainer.cli import guide
 from trainer.cli.command_table import COMMANDS
 
 WORKERS = min(len(os.sched_getaffinity(0)) + 2, 8)  # tests at once
@@ -82,6 +83,9 @@ def test_usage_installs_nothing(checkout: Checkout, words: tuple[str, ...]) -> N
     assert (code, errors) == (0, "")
     assert output.startswith("usage: ./launch.sh recipe=NAME")
     assert {*COMMANDS} - {"train", "help"} <= {*re.findall(r"\w+", output)}
+    told = dict(re.findall(r"^ +\./launch\.sh (\S.*?)  +(\S.*)$", output, re.M))
+    known = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", guide.first(""), re.M))
+    assert len(shared := told.keys() & known.keys()) > 7 and {told[words] == known[words] for words in shared} == {True}
     assert max(map(len, output.splitlines())) <= 120
     assert re.search(r"digits +the digits\n$", output)
     assert not (checkout.home / ".venv").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
@@ -47,6 +48,17 @@ def _same_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _room_on_the_card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests that need a GPU may run side by side, but for those that fill it."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "card").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if "too_many" in request.fixturenames else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """What needs a CUDA device; skipped with a reason where there is none."""
 
 from contextlib import ExitStack
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,6 +31,12 @@ class Waits(nn.Module):
 SAME = ["recipe=digits", "mode=single", "model.name=cnn_gn", "optimizer.lr=0.001", "max_steps=20", *QUIET]
 
 
+def assert_same_bits(*folders):
+    first, second = (load_file(folder / "last.safetensors") for folder in folders)
+    assert losses(folders[0]) == losses(folders[1]) and first.keys() == second.keys()
+    assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
+
+
 def test_the_losses_of_the_cpu(tmp_path):
     ok(*SAME, f"output={tmp_path / 'cpu'}")
     ok(*SAME, f"output={tmp_path / 'cuda'}", env=GPU)
@@ -39,11 +47,13 @@ def test_the_losses_of_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_resnet50_with_everything_on(precision, tmp_path):
+    """Its blocks are held against themselves, computed anew, by kernels that add up in any order."""
     words = [
         "recipe=resnet50",
         "mode=single",
         f"precision={precision}",
         "compile=true",
+        "recompute=true",
         "batch_size=64",
         "max_steps=12",
     ]
@@ -66,6 +76,7 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
         ["model.name=vit_tiny", "optimizer.name=adamw", "accumulate=2"],
         ["model.name=cnn", "optimizer.name=muon", "precision=bf16"],
         ["model.name=cnn", "precision=fp16"],
+        ["model.name=cnn_gn", "recompute=true"],
         ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=4"],
         ["mode=split", "devices=[cuda:0,cuda:0]"],
     ],
@@ -74,14 +85,90 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
 def test_replayed_steps_are_the_launched_ones(words, tmp_path):
     given = {word.partition("=")[0] for word in words}
     words = [*(word for word in SAME if word.partition("=")[0] not in given), *words, "deterministic=true"]
-    weights = {}
     for way in ("launched", "replayed"):
         done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU)
         assert result(tmp_path / way)["graphs"] == way, done.stdout
-        weights[way] = load_file(tmp_path / way / "last.safetensors")
-    assert losses(tmp_path / "replayed") == losses(tmp_path / "launched")
-    for name, tensor in weights["launched"].items():
-        assert torch.equal(tensor, weights["replayed"][name]), name
+    assert_same_bits(tmp_path / "launched", tmp_path / "replayed")
+
+
+def test_a_student_is_replayed_beside_its_teacher(tmp_path):
+    ok(*SAME, f"output={tmp_path / 'teacher'}", env=GPU)
+    words = [*SAME, f"distill.teacher={tmp_path / 'teacher'}", "augment.mixup=0.4", "deterministic=true"]
+    for way in ("launched", "replayed"):
+        ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU)
+        assert result(tmp_path / way)["graphs"] == way
+    assert_same_bits(tmp_path / "launched", tmp_path / "replayed")
+
+
+def test_replayed_steps_of_a_compiled_model_are_its_launched_ones(tmp_path):
+    words = [*SAME, "model.name=resnet8", "compile=true", "deterministic=true"]
+    words = [word for word in words if word != "model.name=cnn_gn"]
+    for way in ("launched", "replayed"):
+        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU, timeout=300)
+        assert result(tmp_path / way)["graphs"] == way, done.stdout
+    assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "launched"), rel=1e-5)
+
+
+BIG = ["mode=single", "data.name=synthetic", "data.val_samples=32", "model.num_classes=10", "optimizer.lr=0.001"]
+BIG += ["data.image_size=224", "max_steps=2", "epochs=1", "deterministic=true", "graphs=false", *QUIET]
+
+
+@pytest.mark.parametrize("more", [[], ["graphs=true"], ["compile=true"]], ids=" ".join)
+def test_computing_activations_anew_keeps_less_of_a_card(more, tmp_path):
+    words = [*BIG, "model.name=resnet18", "batch_size=64", "data.samples=640", "max_steps=10", *more]
+    words = [*{word.partition("=")[0]: word for word in words}.values()]
+    for way in ("true", "false"):
+        ok(*words, f"recompute={way}", f"output={tmp_path / way}", env=FULL_FP32, timeout=300)
+    if "compile=true" in more:  # each block by itself: other kernels
+        assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
+    else:
+        assert_same_bits(tmp_path / "true", tmp_path / "false")
+    kept, all_kept = (result(tmp_path / way)["peak_memory_bytes"]["cuda:0"] for way in ("true", "false"))
+    assert kept < 0.85 * all_kept, f"{kept / 2**30:.2f} GiB of {all_kept / 2**30:.2f}"
+
+
+@pytest.fixture(scope="module")
+def too_many():
+    """Images of 224 px of which ResNet-18 keeps more than the card has: about 22 MiB each of this share of 16."""
+    return torch.cuda.get_device_properties(0).total_memory // 2**24 // 256 * 256
+
+
+def test_the_fewest_pieces_that_fit_a_card(too_many, tmp_path):
+    words = [*BIG, "model.name=resnet18", f"batch_size={too_many}", f"data.samples={2 * too_many}"]
+    ok(*words, "accumulate=auto", f"output={tmp_path / 'auto'}", env=GPU, timeout=300)
+    found = result(tmp_path / "auto")
+    pieces = [n for n in range(1, too_many + 1) if too_many % n == 0]
+    assert found["accumulate"] > 1
+    ok(*words, f"accumulate={found['accumulate']}", f"output={tmp_path / 'typed'}", env=GPU, timeout=300)
+    assert_same_bits(tmp_path / "typed", tmp_path / "auto")
+    fewer = pieces[pieces.index(found["accumulate"]) - 1]
+    short = trainer(*words, f"accumulate={fewer}", f"output={tmp_path / 'fewer'}", env=GPU, timeout=300)
+    assert short.returncode == 6 and "accumulate=auto" in short.stderr
+
+
+def test_as_few_blocks_are_computed_anew_as_make_a_step_fit_a_card(too_many, tmp_path):
+    words = [*BIG, "model.name=resnet18", f"batch_size={too_many}", f"data.samples={2 * too_many}"]
+    ok(*words, "recompute=auto", f"output={tmp_path / 'auto'}", env=GPU, timeout=300)
+    count, of, all_of_them, _ = result(tmp_path / "auto")["recompute"].split()
+    assert of == "of" and 0 < int(count) < int(all_of_them)
+    peak = result(tmp_path / "auto")["peak_memory_bytes"]["cuda:0"]
+    assert 0.6 < peak / torch.cuda.get_device_properties(0).total_memory < 1
+
+
+@pytest.mark.parametrize("more", [[], ["graphs=true"]], ids=" ".join)
+def test_images_of_six_channels_that_are_not_square(more, tmp_path):
+    pixels = np.random.default_rng(0)
+    for split, label, number in product(("train", "val"), ("a", "b"), range(16)):
+        folder = tmp_path / "fields" / split / label
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{number}.npy", pixels.integers(0, 2000 + 4000 * (label == "b"), (48, 64, 6), "uint16"))
+    words = ["mode=single", "data.name=imagefolder", f"data.root={tmp_path / 'fields'}", "data.channels=6"]
+    words += ["data.pixel_range=[0,10000]", "data.image_size=[32,48]", "batch_size=8", "model.name=cnn_gn"]
+    words += ["optimizer.lr=0.001", "epochs=4", *QUIET]
+    ok(*words, f"output={tmp_path / 'cpu'}")
+    ok(*words, *more, f"output={tmp_path / 'cuda'}", env=GPU)
+    assert len(losses(tmp_path / "cpu")) == 16
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=5e-3)
 
 
 def test_a_model_that_waits_is_launched(tmp_path):
@@ -126,9 +213,33 @@ def test_four_workers_of_local_sgd_on_one_card(tmp_path):
 
 
 OVER_NCCL = {name: words for name, words in EXACT.items() if name not in ONE_PROCESS}
+OVER_NCCL["ddp unequal"] = ["mode=ddp", "nproc=2", "shares=[3,1]"]
+OVER_NCCL["ddp recomputed"] = ["mode=ddp", "nproc=2", "recompute=true", "accumulate=2"]
+OVER_NCCL["fsdp unequal"] = ["mode=fsdp", "nproc=2", "shares=[3,1]", "recompute=true"]
 OVER_NCCL["fsdp offload"] = ["mode=fsdp", "nproc=2", "fsdp.offload=true"]
 FULL_FP32 = {**GPU, "NVIDIA_TF32_OVERRIDE": "0"}
 TRAINED = [*parity.SMALL, *parity.SHALLOW, *parity.TWICE]
+
+
+def over_nccl(run, words, count):
+    """NCCL refuses two ranks of one host on one card: to it, each rank is on a host of its own."""
+    port = free_port()
+    with ExitStack() as closing:
+        ranks = []
+        for rank in range(count):
+            node = [f"--nnodes={count}", f"--node_rank={rank}", "--nproc_per_node=1"]
+            met = [*node, "--master_addr=127.0.0.1", f"--master_port={port}"]
+            env = {**FULL_FP32, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            ranks.append(closing.enter_context(torchrun(*words, f"output={run}", arguments=met, env=env)))
+        ended = [(rank.communicate(timeout=180)[0], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0] * count, ended
+
+
+def assert_same(run, single):
+    assert losses(run) == pytest.approx(losses(single), rel=parity.FP32)
+    assert parity.norms(run) == pytest.approx(parity.norms(single), rel=parity.FP32)
+    apart = parity.distances(parity.tensors(run), parity.tensors(single))
+    assert all(distance < parity.FP32 for distance in apart.values()), apart
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +251,24 @@ def single(tmp_path_factory):
 
 @pytest.mark.parametrize("name", OVER_NCCL)
 def test_ranks_on_one_card_over_nccl_train_as_single_does(name, single, tmp_path):
-    """NCCL refuses two ranks of one host on one card: to it, each rank is on a host of its own."""
     (nproc,) = (word for word in OVER_NCCL[name] if word.startswith("nproc="))
-    words = [*TRAINED, *OVER_NCCL[name], f"output={tmp_path / 'run'}"]
-    words.remove(nproc)
-    count, port = int(nproc.partition("=")[2]), free_port()
-    with ExitStack() as closing:
-        ranks = []
-        for rank in range(count):
-            node = [f"--nnodes={count}", f"--node_rank={rank}", "--nproc_per_node=1"]
-            met = [*node, "--master_addr=127.0.0.1", f"--master_port={port}"]
-            env = {**FULL_FP32, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-            ranks.append(closing.enter_context(torchrun(*words, arguments=met, env=env)))
-        ended = [(rank.communicate(timeout=180)[0], rank.returncode) for rank in ranks]
-    assert [code for _, code in ended] == [0] * count, ended
-    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=parity.FP32)
-    assert parity.norms(tmp_path / "run") == pytest.approx(parity.norms(single), rel=parity.FP32)
-    apart = parity.distances(parity.tensors(tmp_path / "run"), parity.tensors(single))
-    assert all(distance < parity.FP32 for distance in apart.values()), apart
+    words = [*TRAINED, *(word for word in OVER_NCCL[name] if word != nproc)]
+    over_nccl(tmp_path / "run", words, int(nproc.partition("=")[2]))
+    assert_same(tmp_path / "run", single)
+
+
+def test_gradients_of_several_messages_over_nccl(tmp_path):
+    """ViT-B/16: 330 MB of gradients, which DDP sends in a dozen buckets."""
+    words = [word for word in BIG if word != "logging.tensorboard=false"]  # which has the gradients' norms
+    words += ["model.name=vit_b_16", "batch_size=16", "data.samples=32", "save.every_epochs=1", "ema=0.9"]
+    ok(*words, f"output={tmp_path / 'single'}", env=FULL_FP32)
+    over_nccl(tmp_path / "run", [*words[1:], "mode=ddp"], 2)
+    assert_same(tmp_path / "run", tmp_path / "single")
+
+
+def test_a_large_teacher_in_shards_over_nccl(tmp_path):
+    ok(*parity.SMALL, "model.name=resnet20", "data.samples=320", "epochs=1", f"output={tmp_path / 'teacher'}", env=GPU)
+    words = [*TRAINED, f"distill.teacher={tmp_path / 'teacher'}"]
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}", env=FULL_FP32)
+    over_nccl(tmp_path / "run", [*words, "mode=fsdp"], 2)
+    assert_same(tmp_path / "run", tmp_path / "single")

@@ -248,25 +248,42 @@ def test_late_copies_change_nothing(exact, slow_copies):
         same_as_whole(model, strategy, digits(device=CARD, number=number), 1e-4)
 
 
-class Long(nn.Module):
-    """Two halves of equal work, in kernels far longer than their launch that use a block of threads a row."""
+class Asleep(torch.autograd.Function):
+    """Keeps one thread of a GPU busy, forwards and backwards: many of them have room beside each other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch.cuda._sleep(20_000_000)  # cycles: 10 ms, far longer than all launches of an action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(20_000_000)
+        return gradient.clone()
+
+
+@torch.fx.wrap
+def asleep(x):
+    return Asleep.apply(x)
+
+
+class Sleeping(nn.Module):
+    """Two halves of equal work."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.LayerNorm(2**20) for _ in range(2))
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 10)
 
     def forward(self, x):
-        return self.second(self.first(x.flatten(1)))[:, :10]
+        return asleep(self.second(asleep(self.first(x.flatten(1)))))
 
 
 @pytest.mark.gpu
 def test_stages_overlap_on_a_gpu(tmp_path):
     """In the profiler's kernels the second stage works, on a stream of its own, while the first one does."""
     rows, count = 64, 8
-    strategy = staged(Long(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 1024, 1024))
-    batch = Batch(
-        torch.randn(rows, 1, 1024, 1024, device=CARD), torch.zeros(rows, dtype=torch.int64, device=CARD), rows
-    )
+    strategy = staged(Sleeping(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 8, 8))
+    batch = digits(rows, CARD)
     for _ in range(3):
         strategy.forward_backward(batch, 1 / rows)
     torch.cuda.synchronize()
@@ -280,7 +297,7 @@ def test_stages_overlap_on_a_gpu(tmp_path):
     first, second = busiest
     together = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
     shorter = min(sum(end - begin for begin, end in spans) for spans in busiest)
-    assert together > 0.05 * shorter
+    assert together > 0.5 * shorter
     assert strategy.figures()["pipeline/bubble_pct"] < 50  # one stage at a time would be 50
 
 

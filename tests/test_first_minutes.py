@@ -137,7 +137,7 @@ def test_the_whole_trip(machine):
         assert "single.log" in archive.getnames() and "000-launched.log" in archive.getnames()
 
 
-@pytest.mark.slow
+@pytest.mark.full("many processes, one after the other")
 def test_what_is_wrong_or_hangs_is_told_and_all_else_is_done(machine):
     hurry(machine)
     words = ["--seconds", "90", "--only", "graphs", "--only", "tests"]
@@ -151,7 +151,7 @@ def test_what_is_wrong_or_hangs_is_told_and_all_else_is_done(machine):
     assert all("graphs were: launched, launched" in row["figure"] for row in found[9:11]), "nothing was replayed"
 
 
-@pytest.mark.slow
+@pytest.mark.full("many processes, one after the other")
 def test_time_that_is_up_ends_it_with_what_is_done(machine):
     hurry(machine)
     words = ["--seconds", "14", "--only", "graphs", "--only", "prove"]

@@ -39,7 +39,7 @@ def faults(way, verdicts):
     }
 
 
-LONG = ("fsdp", "gpipe")
+LONG = ("ddp", "fsdp", "gpipe")  # sync_bn goes through ddp too
 
 
 @pytest.mark.parametrize("name", ODD)

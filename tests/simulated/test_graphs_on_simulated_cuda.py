@@ -83,7 +83,7 @@ def test_a_model_that_waits_is_launched():
     assert len(said) == 1 and "graphed_runs.py" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full("as without a card, in test_step_graphs.py")
 def test_blocks_that_draw_are_computed_anew_launched():
     kept = trained("model.name=noisy graphs=false")[0]
     launched, replayed, count, said = both("model.name=noisy recompute=true graphs=auto")

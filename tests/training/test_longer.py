@@ -113,7 +113,7 @@ def test_a_run_with_a_rate_that_does_not_know_its_end_is_one_that_had_more_epoch
         same(run, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.full("killed and lengthened many times")
 def test_a_cosine_begins_anew_at_its_peak_and_stays_on_its_way_however_often_it_is_killed_and_lengthened(tmp_path):
     """Held against one run whose recipe has the new cosines from the beginning."""
     whole, run, words = tmp_path / "whole", tmp_path / "run", [*WORDS, *COSINE, *DDP]

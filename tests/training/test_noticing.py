@@ -165,7 +165,7 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     assert max(value for _, value in scalars(tmp_path / "run")["speed/slowest_rank_pct"]) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs of each mode, long enough to notice")
 def test_ranks_and_stages_notice_alike(tmp_path):
     """Classes are counted on all ranks, also where only the last stage has outputs."""
     for mode in ("ddp", "pipeline"):

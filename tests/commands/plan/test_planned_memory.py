@@ -169,7 +169,7 @@ def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path
         assert planned["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full("a run like it is in test_on_simulated_cuda.py")
 def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
     words = ["mode=fsdp", "devices=[cuda:0,cuda:1]", "model.name=vit_b_16", "optimizer.name=adamw", "batch_size=2"]
     card, host = (plan(recipe_of(*words, *more), nproc=2) for more in ([], ["fsdp.offload=true"]))

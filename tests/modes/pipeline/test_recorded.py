@@ -122,7 +122,13 @@ FAST = ("split", "one micro-batch", "two micro-batches", "fp16", "frozen", "mixe
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in WORDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full if name == "vit" else pytest.mark.slow] * (name not in FAST))
+        for name in WORDS
+    ],
+)
 def test_replayed_steps_are_the_launched_ones(name, apart):
     played = replayed(WORDS[name], apart)
     assert differences(launched(WORDS[name]), played) == []

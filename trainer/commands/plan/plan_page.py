@@ -111,7 +111,7 @@ def _memory(plan: Plan) -> list[str]:
     lines, limit = _table(rows), plan["memory_limit"]
     if plan["peak_without_recompute"] is not None:
         kept = as_size(plan["peak_without_recompute"])
-        lines.append(f"  recompute: {as_size(plan['peak'])} at most, in place of {kept} with recompute=false")
+        lines.append(f"  recompute: {as_size(plan['peak'])} in place of {kept} with recompute=false")
     if limit is None:
         return [*lines, "  this machine has no such device: add memory=24GiB to see whether this fits"]
     used_of, usable = f"{as_size(plan['peak'])} of {as_size(limit['bytes'])} ({limit['source']})", limit["usable"]

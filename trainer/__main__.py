@@ -34,7 +34,7 @@ try:
     from trainer.processes import family, interrupts
     from trainer.processes.interrupts import exit_now, exit_python
     from trainer.processes.rank import place
-    from trainer.recipe import recipes_command
+    from trainer.recipe import key_reference
     from trainer.recipe.known_names import check_names
     from trainer.recipe.recipe_files import positive_integer, split_words
     from trainer.recipe.versions import VERSION, installed
@@ -120,7 +120,7 @@ def run(words: Sequence[str]) -> int:
 def show_help(words: Sequence[str]) -> int:
     """Print the page of the command that is among the words, or the first page."""
     named = [word.lstrip("-") for word in words if word.lstrip("-") in guide.pages()]
-    _show(guide.command_page(named[0]) if named else guide.first(recipes_command.listed("  ")))
+    _show(guide.command_page(named[0]) if named else guide.first(key_reference.listed("  ")))
     return 0
 
 

@@ -30,6 +30,7 @@ class TrainerError(Exception):
     """Base of every error this package raises on purpose."""
 
     code = 1
+    cause = "error"  # in a word or two, for the journal
 
     def __str__(self) -> str:
         return without_secrets(super().__str__())
@@ -43,42 +44,49 @@ class RecipeError(TrainerError, ValueError):
     """The recipe or the words on the command line cannot mean anything (exit 2)."""
 
     code = 2
+    cause = "recipe"
 
 
 class SetupError(TrainerError, OSError):
     """The machine lacks something: data, a device, a writable folder (exit 3)."""
 
     code = 3
+    cause = "environment"
 
 
 class CheckpointError(TrainerError):
     """No checkpoint that can be used (exit 4)."""
 
     code = 4
+    cause = "checkpoint"
 
 
 class NotFiniteError(TrainerError, ArithmeticError):
     """A loss or a gradient became NaN or infinite (exit 5)."""
 
     code = 5
+    cause = "not finite"
 
 
 class DeviceMemoryError(TrainerError, MemoryError):
     """A device or the machine ran out of memory (exit 6)."""
 
     code = 6
+    cause = "out of memory"
 
 
 class PeerError(TrainerError, RuntimeError):
     """Another rank, a loader worker or a GPU died or stopped answering (exit 7)."""
 
     code = 7
+    cause = "lost rank"
 
 
 class FolderInUseError(TrainerError):
     """The run folder holds another run (exit 8)."""
 
     code = 8
+    cause = "folder in use"
 
 
 class PredictionError(TrainerError, RuntimeError):
@@ -91,18 +99,21 @@ class DiskFullError(TrainerError, OSError):
     """The disk is full; what was saved before is intact (exit 28)."""
 
     code = 28
+    cause = "disk full"
 
 
 class Interrupted(TrainerError):
     """Stopped by Ctrl-C after saving (exit 130)."""
 
     code = 130
+    cause = "SIGINT"
 
 
 class Preempted(TrainerError):
     """Stopped by SIGTERM after saving (exit 143)."""
 
     code = 143
+    cause = "SIGTERM"
 
 
 KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}

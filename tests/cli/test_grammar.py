@@ -12,7 +12,7 @@ from trainer.cli.grammar import program, read
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
-from trainer.recipe.other_names import OTHER_NAMES
+from trainer.recipe.explaining import OTHER_NAMES
 from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.text import typed as as_typed
 

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from trainer.commands.doctor import machine
-from trainer.commands.doctor.machine import Findings
+from trainer.commands import doctor
+from trainer.commands.doctor import Findings
 from trainer.data.workers import worker_counts
 from trainer.devices import host
 from trainer.telemetry.device_memory import free_memory
@@ -76,5 +76,5 @@ def test_what_a_container_has_no_memory_for_is_not_begun(computer, monkeypatch):
 def test_doctor_shows_it(computer):
     computer("0::/\n", {"": V2})
     found = Findings()
-    machine.resources(found)
+    doctor.resources(found)
     assert re.search(r"^  memory +2\.0 of [\d.]+ GiB free, at most 4\.0 GiB here", found.text(), re.M)

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from trainer.devices import strain
-from trainer.devices.strain import StrainMeter
+from trainer.devices import host
+from trainer.devices.host import StrainMeter
 
-SECOND = round(1 / strain.TICK)
+SECOND = round(1 / host.TICK)
 
 
 class Machine:
@@ -18,8 +18,8 @@ class Machine:
     def __init__(self, path, monkeypatch):
         self.proc, self.now = path / "proc", 0.0
         for module, name, value in (
-            (strain, "PROC", self.proc), (strain.time, "perf_counter", lambda: self.now),
-            (strain.time, "process_time", lambda: 0.0), (strain.os, "sched_getaffinity", lambda _: {0, 1}),
+            (host, "PROC", self.proc), (host.time, "perf_counter", lambda: self.now),
+            (host.time, "process_time", lambda: 0.0), (host.os, "sched_getaffinity", lambda _: {0, 1}),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
         self.after()
@@ -70,5 +70,5 @@ def test_ranks_of_one_run_are_no_others(processes, others, machine):
 
 
 def test_a_machine_that_tells_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(strain, "PROC", tmp_path)
+    monkeypatch.setattr(host, "PROC", tmp_path)
     assert StrainMeter().read().others == 0.0

@@ -156,9 +156,9 @@ UNLIKE = """
     import os, time, torch
     from torch import nn
     from trainer import register_model
-    from trainer.telemetry import share_watch
+    from trainer.telemetry import rank_watch
 
-    share_watch.WINDOW = 0.2
+    rank_watch.SHARE_WINDOW = 0.2
     RANK = int(os.environ.get("RANK", "0"))
     EACH = [float(each) for each in os.environ["FAULTY_EACH"].split(",")]  # seconds that an image takes, by rank
     AFTER, LATER = map(float, os.environ.get("FAULTY_LATER", "1e9,0").split(","))  # passes, and then of rank 1

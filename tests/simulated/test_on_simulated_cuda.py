@@ -11,7 +11,7 @@ from tests.contexts import mode_of
 from tests.simulated import test_simulated_mutants as uses
 from tests.simulated.simcuda import Card, ranks, runs, simulated, waits
 from tests.telemetry.event_values import scalars
-from trainer.commands.doctor.machine import Findings, check_cards
+from trainer.commands.doctor import Findings, check_cards
 from trainer.commands.plan import plan
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.plan.planned_memory import own_memory

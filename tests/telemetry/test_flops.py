@@ -9,7 +9,7 @@ from trainer.telemetry import flops
 
 def test_flops_of_resnet50():
     # 4.09 billion multiply-adds (torchvision's table), two operations each.
-    found = flops.forward_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
+    found = flops.pass_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
     assert found == pytest.approx(2 * 4.09e9, rel=0.01)
 
 
@@ -40,12 +40,12 @@ def test_peaks_are_of_the_very_card_and_precision(monkeypatch, name, precision, 
 
 def test_training_is_three_forward_passes():
     model = torchvision.models.resnet18()
-    assert flops.training_flops(model, (1, 3, 32, 32)) == 3 * flops.forward_flops(model, (1, 3, 32, 32))
+    assert flops.training_flops(model, (1, 3, 32, 32)) == 3 * flops.pass_flops(model, (1, 3, 32, 32))
 
 
 def test_what_is_frozen_has_no_backward_pass():
     model, shape = torchvision.models.resnet18(), (2, 3, 64, 64)
-    forward = flops.forward_flops(model, shape)
+    forward = flops.pass_flops(model, shape)
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
     head = 2 * 2 * 512 * 1000  # of two images, two operations each

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from trainer.recipe.shares import bounded
-from trainer.telemetry.share_watch import LASTING, ROUNDS, WINDOWS, ShareWatch, gain
+from trainer.telemetry.rank_watch import LASTING, ROUNDS, WINDOWS, ShareWatch, gain
 
 BATCH = 64
 

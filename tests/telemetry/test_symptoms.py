@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.command_line import suggested
-from trainer.devices.strain import Strain
+from trainer.devices.host import Strain
 from trainer.recipe import load
 from trainer.telemetry.rank_watch import FEW, WINDOW, WINDOWS, RankWatch
 from trainer.telemetry.symptoms import Facts, slow_rank, symptoms

@@ -32,7 +32,7 @@ MADE = """
 """
 STRAINED = """
     import trainer.training.run as run
-    from trainer.devices.strain import Strain
+    from trainer.devices.host import Strain
 
     class Meter(run.StrainMeter):
         def read(self):

@@ -15,8 +15,8 @@ from trainer.errors import RecipeError
 from trainer.models.recompute import recompute, runs_of
 from trainer.models.zoo import build
 from trainer.optim.optimizers import build_optimizer, optimizer_state
-from trainer.training import recomputing
-from trainer.training.recomputing import blocks_needed, settled
+from trainer.training import memory_needs
+from trainer.training.memory_needs import blocks_needed, settled
 from trainer.training.state import Resolved
 
 WORDS = ["mode=single", "model.name=resnet20", "data.name=synthetic", "data.image_size=32", "batch_size=32"]
@@ -64,7 +64,7 @@ def test_as_few_blocks_as_fit():
 def run(room, monkeypatch, *words):
     """What training settles on a GPU with so much free memory."""
     model, recipe, _ = made(*words)
-    monkeypatch.setattr(recomputing, "free_memory", lambda device: room)
+    monkeypatch.setattr(memory_needs, "free_memory", lambda device: room)
     world = SimpleNamespace(device=torch.device("cuda"), size=1, sharing=lambda: 1, max_=lambda values: values)
     parts = SimpleNamespace(count=1)
     resolved = Resolved(recipe, dataset_facts(recipe), None, world, parts, 1, None, None, {}, False, False)

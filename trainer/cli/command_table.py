@@ -51,7 +51,7 @@ COMMANDS = {
         wants=("slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"),
         alone=True,
     ),
-    "recipes": Command("trainer.recipe.recipes_command"),
+    "recipes": Command("trainer.recipe.key_reference"),
     "guide": Command("trainer.cli.guide"),
     "completion": Command("trainer.cli.completion"),
     "version": Command(),

@@ -13,8 +13,8 @@ from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import place
 from trainer.recipe import shipped_recipes
+from trainer.recipe.explaining import advice_on
 from trainer.recipe.key_reference import keys
-from trainer.recipe.other_names import advice_on
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import nearest
 from trainer.saving.run_names import HOME, is_run

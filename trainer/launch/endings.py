@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import (
-    CheckpointError,
-    DeviceMemoryError,
-    DiskFullError,
-    FolderInUseError,
+    KINDS,
     Interrupted,
-    NotFiniteError,
     PeerError,
     Preempted,
     RecipeError,
@@ -101,18 +97,6 @@ def _how_it_ended(end: Ending) -> str:
     return f"rank {end.rank} was killed by {name}{CAUSES.get(name, '')}"
 
 
-CAUSE_NAMES = {  # by exit code
-    RecipeError.code: "recipe",
-    SetupError.code: "environment",
-    CheckpointError.code: "checkpoint",
-    NotFiniteError.code: "not finite",
-    DeviceMemoryError.code: "out of memory",
-    PeerError.code: "lost rank",
-    FolderInUseError.code: "folder in use",
-    DiskFullError.code: "disk full",
-    Interrupted.code: signal.SIGINT.name,
-    Preempted.code: signal.SIGTERM.name,
-}
 TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)  # in the line of a PeerError
 
 
@@ -126,10 +110,10 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
         others = reports(Path(file).parents[1], "*/error.json") if file else {}
         for end in sorted(others.values(), key=lambda end: end.time):
             if end.code not in (PeerError.code, Interrupted.code, Preempted.code):
-                return f"{CAUSE_NAMES.get(end.code, 'error')} on rank {end.rank}"
+                return f"{KINDS.get(end.code, TrainerError).cause} on rank {end.rank}"
         if TIME_LIMIT.search(line):
             return "time limit: a rank or device was silent"
-    return CAUSE_NAMES.get(code, "error")
+    return KINDS.get(code, TrainerError).cause
 
 
 def reports(logs: Path, pattern: str = "*/attempt_*/*/error.json") -> dict[int, Ending]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -83,20 +83,16 @@ def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object
 
 def own_hook(modules: Sequence[nn.Module]) -> str | None:
     """A hook of a user's own, by a name for messages: Python that runs while a pass is recorded, and never again."""
-    return next(_own_hooks(modules), None)
-
-
-def _own_hooks(modules: Sequence[nn.Module]) -> Iterator[str]:
     for module in modules:
         for name, part in module.named_modules():
             kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-            for hook in chain.from_iterable(kind.values() for kind in kinds):
-                if not of_library(hook):
-                    yield f"hook of {name or type(part).__name__}"
+            if not all(map(of_library, chain.from_iterable(kind.values() for kind in kinds))):
+                return f"hook of {name or type(part).__name__}"
         for name, parameter in module.named_parameters():
             of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
             if any(not of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
-                yield f"hook of the parameter {name}"
+                return f"hook of the parameter {name}"
+    return None
 
 
 def of_library(made: Any) -> bool:

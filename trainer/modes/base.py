@@ -22,8 +22,8 @@ from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models.blocks import hold_statistics
 from trainer.models.recompute import WITHOUT, Run, runs_of
-from trainer.modes.fsdp_proof import recompute_proven
 from trainer.modes.pipeline.orders import Span
+from trainer.modes.proofs import recompute_proven
 from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.recipe.shares import given, rows_of

@@ -193,15 +193,11 @@ class DistributedDataParallel(Strategy):
             size = self.world.size
             loss = super().forward_backward(batch, weight * size, sync) / size
         if sync:
-            self._require_averaged()
+            try:
+                self.wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            except RuntimeError:  # this rank's pass left out what others used: its gradients are no averages
+                raise self._left_out() from None
         return loss
-
-    def _require_averaged(self) -> None:
-        """Raises RecipeError where this rank's pass left out what others used: its gradients are no averages."""
-        try:
-            self.wrapped._check_reducer_finalized()  # type: ignore[union-attr]
-        except RuntimeError:
-            raise self._left_out() from None
 
     def _left_out(self) -> RecipeError:
         return RecipeError(

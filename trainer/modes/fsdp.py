@@ -27,7 +27,6 @@ from trainer.models.norms import training_norms
 from trainer.models.shapes import computed, give_values
 from trainer.modes.base import Communication, Strategy
 from trainer.modes.ddp import read_in_training
-from trainer.modes.fsdp_proof import check_sharded, observe_whole
 from trainer.modes.fsdp_units import (
     Order,
     Storage,
@@ -41,6 +40,7 @@ from trainer.modes.fsdp_units import (
     unshardable,
     whole_parameters,
 )
+from trainer.modes.proofs import check_sharded, observe_whole
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
 from trainer.processes.world import lost_peers
 from trainer.recipe.checks import weight_shards

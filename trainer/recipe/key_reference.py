@@ -1,25 +1,80 @@
-"""The key reference: every key with its default, what it takes, and the one comment that the schema has of it.
+"""`python -m trainer recipes ...`: the shipped recipes, one with comments and origins, the keys, the schema.
 
-And the JSON Schema of recipe files, beside the shipped recipes, whose second line names it for editors with the YAML
-language server: VS Code with Red Hat's YAML extension, Neovim, Emacs, Helix.
+The key reference: every key with its default, what it takes, and the one comment that the schema has of it. And the
+JSON Schema of recipe files, beside the shipped recipes, whose second line names it for editors with the YAML language
+server: VS Code with Red Hat's YAML extension, Neovim, Emacs, Helix.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
+from trainer.recipe.explaining import advice_on
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
-from trainer.recipe.other_names import advice_on
+from trainer.recipe.loading import load, origins
 from trainer.recipe.recipe_files import shipped_recipes
-from trainer.recipe.reflection import READERS, choices, defaults, unread
+from trainer.recipe.reflection import READERS, choices, defaults, differing, unread
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
-from trainer.recipe.text import typed
+from trainer.recipe.text import flatten, nearest, typed
 
 USUAL_MODELS = ("resnet18", "resnet50", "vit_b_16", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_large")
+COLUMN = 34  # where comments start, unless a value reaches it
+VERBS = ("keys", "schema")
+
+
+def command(words: Sequence[str]) -> str:
+    """What `recipes` followed by these words prints. Raises RecipeError: they are none of `recipes --help`."""
+    if not words:
+        return listed() + "\n"
+    verb, rest = words[0], words[1:]
+    if verb == "keys":
+        if len(rest) > 1:
+            raise RecipeError(f"recipes keys takes one section or key, not {len(rest)}: type recipes keys {rest[0]}")
+        return shown_keys(*rest)
+    if verb == "schema":
+        if rest:
+            raise RecipeError(f"recipes schema takes no words, as {rest[0]}: type recipes schema > recipe.schema.json")
+        return schema_text()
+    guess = nearest(verb, VERBS)
+    if guess and verb not in shipped_recipes() and not Path(verb).exists():
+        raise RecipeError(f"recipes {verb}: no such recipe; did you mean recipes {guess}?")
+    return commented(verb.removeprefix("recipe="), *rest)
+
+
+def listed(indent: str = "") -> str:
+    """The shipped recipes with a line each."""
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in shipped.items()}
+    return "\n".join(f"{indent}{name:{width}}  {line}" for name, line in lines.items())
+
+
+def commented(name: str, *words: str) -> str:
+    """A recipe with every key as YAML that `load` accepts, each with its comment and who set it."""
+    recipe, sources = load(name, *words), origins(name, *words)
+    known, comments, changed = keys(), sections(), differing(Recipe(), recipe)
+    lines = [f"# {recipe.name} with every key; `<- x` says that x set it, the rest is the default"]
+    section = ""
+    for key, value in flatten(recipe.to_dict()).items():
+        parent, _, last = key.rpartition(".")
+        if parent and parent != section:
+            lines.append(_line(f"{parent}:", comments[parent]))
+        section = parent
+        arrow = f"  <- {sources[key]}" if key in sources and key in changed else ""
+        lines.append(_line(f"{'  ' if parent else ''}{last}: {typed(value)}", known[key].comment + arrow))
+    return "\n".join(lines) + "\n"
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:{COLUMN}}  # {comment}" if comment else text
+
+
+# --- the keys ---------------------------------------------------------------------------------------------------------
 
 
 def json_schema() -> dict[str, Any]:

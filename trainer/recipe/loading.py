@@ -14,15 +14,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
-from trainer.recipe.recipe_files import (
-    find,
-    label_of,
-    read,
-    shipped_recipes,
-    stored,
-    word_of,
-    word_value,
-)
+from trainer.recipe.recipe_files import find, label_of, read, shipped_recipes, stored, word_of, word_value
 from trainer.recipe.reflection import check_read, defaults, differing, unread
 from trainer.recipe.removed import refuse_removed, without_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated

@@ -30,7 +30,7 @@ def hold(folder: Path, others: str, name: str = ".lock") -> int:
     for look in range(LOOKS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(lock, folder / name):
+            if is_at(lock, folder / name):
                 return lock
             break  # it was removed meanwhile, and another file may be the lock by now
         except OSError:
@@ -54,7 +54,7 @@ def folder_of(
         os.close(lock)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
@@ -102,14 +102,12 @@ def claimed(path: Path) -> Iterator[BufferedRandom | None]:
     with open(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = is_at(descriptor, path)  # else it was finished, or removed, between our opening and our locking it
         except BlockingIOError:
-            yield None
-            return
-        if not _is_at(descriptor, path):  # it was finished, or removed, between our opening and our locking it
-            yield None
-            return
-        file.truncate(0)
-        yield file
+            ours = False
+        if ours:
+            file.truncate(0)
+        yield file if ours else None
 
 
 def open_lock(path: Path) -> int:

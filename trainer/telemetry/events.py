@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
 
 Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
 FLUSH_SECONDS = 10.0  # readers see what is written within about this long
+VERSION = {"file_version": "brain.Event:2"}  # a file of events begins with it
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
 FIRST, LAST = "overview/", "z_"
 _MOVED = ("memory/", "pipeline/")  # to the end
@@ -67,14 +68,11 @@ class Events(AppendFile):
         name = f"events.out.tfevents.{_next_time(folder):.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
         self._file = (folder / name).open("xb")
         self._records, self._flushed = RecordWriter(self._file), time.monotonic()
-        self._records.write(_version())
+        self._records.write(_encoded(**VERSION))
 
     def add(self, summary: Any, step: int) -> None:
         """A summary, as `torch.utils.tensorboard.summary` makes them."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        event = Event(wall_time=time.time(), step=step, summary=summary)
-        self._records.write(event.SerializeToString())
+        self._records.write(_encoded(step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
@@ -89,10 +87,9 @@ class Events(AppendFile):
 
         It does so from the second beginning on that it sees, so that the first part has to tell its own.
         """
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        event = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
-        self._records.write(event.SerializeToString())
+        self._records.write(_encoded(step=step, session_log=SessionLog(status=SessionLog.START)))
 
 
 def _next_time(folder: Path) -> float:
@@ -101,12 +98,12 @@ def _next_time(folder: Path) -> float:
     return max(time.time(), *(float(match[1]) + 1 for match in times if match), 0.0)
 
 
-def _version() -> bytes:
-    """What a file of events begins with."""
+def _encoded(**fields: Any) -> bytes:
+    """An event of now."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    first: bytes = Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
-    return first
+    event: bytes = Event(wall_time=time.time(), **fields).SerializeToString()
+    return event
 
 
 def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> Iterator[Any]:
@@ -168,7 +165,7 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
     try:
         with draft.open("wb") as file:
             writer = RecordWriter(file)
-            writer.write(_version())
+            writer.write(_encoded(**VERSION))
             for event in _up_to(position, old, warn):
                 writer.write(event.SerializeToString())
             file.flush()

@@ -59,21 +59,13 @@ PEAK_BANDWIDTH = {
 }  # fmt: skip
 
 
-def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Floating point operations of one forward pass on a batch of `shape`, counted on shapes alone.
-
-    Raises NotImplementedError: the model has an operator that cannot run on them.
-    """
-    return _flops(model, shape, backward=False)
-
-
 def training_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """Those of training on it: 3 x forward (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B), or, where
-    parameters are frozen, forward and the backward passes that are left. Raises as `forward_flops`.
+    parameters are frozen, forward and the backward passes that are left. Raises as `pass_flops`.
     """
     if all(parameter.requires_grad for parameter in model.parameters()):
-        return 3 * forward_flops(model, shape)
-    return _flops(model, shape, backward=True)
+        return 3 * pass_flops(model, shape)
+    return pass_flops(model, shape, backward=True)
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
@@ -82,7 +74,11 @@ def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: A
     return int(sum(wanted[:2]) * 2 * math.prod(x if transposed else gradient) * math.prod(weight[1:]))
 
 
-def _flops(model: nn.Module, shape: Sequence[int], backward: bool) -> int:
+def pass_flops(model: nn.Module, shape: Sequence[int], backward: bool = False) -> int:
+    """Floating point operations of one pass forward, and `backward`, on a batch of `shape`, counted on shapes alone.
+
+    Raises NotImplementedError: the model has an operator that cannot run on them.
+    """
     probe = copy.deepcopy(model).to("meta").eval()
     counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}

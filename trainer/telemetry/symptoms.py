@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trainer.devices.strain import Strain
+from trainer.devices.host import Strain
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import word_value

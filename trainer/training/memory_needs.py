@@ -3,6 +3,8 @@
 `accumulate=auto`: the fewest pieces of a batch whose passes fit every rank's device. They are found before the first
 step by passes of zeros, from few images on to as many as fit. The run folder keeps their number for the same devices;
 where memory ran out all the same, the run goes on, or the next attempt does, in twice as many.
+
+`recompute=auto`: of how many first blocks a GPU's memory asks that activations are computed anew.
 """
 
 from __future__ import annotations
@@ -16,17 +18,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.data import steps_per_epoch
+from trainer.data import Example, steps_per_epoch
+from trainer.devices.precision import AUTOCAST
 from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, text_of
 from trainer.launch.endings import SMALLER, SMALLER_AFTER
+from trainer.models import memory
 from trainer.models.host_state import of_library
 from trainer.models.memory import room_in, size_of
-from trainer.models.recompute import runs_of
+from trainer.models.recompute import recompute, runs_of
+from trainer.models.shapes import without_values
 from trainer.models.undisturbed import undisturbed
 from trainer.modes.base import in_a_row, put_back
+from trainer.modes.fsdp_units import teacher_share, unit_sizes, units_of
 from trainer.recipe import Recipe
-from trainer.recipe.checks import divides, piece_counts
+from trainer.recipe.checks import check_processes, divides, most_rows, piece_counts, weight_shards
 from trainer.recipe.shares import given, rows_of
 from trainer.saving.checkpoint import checkpoints_in
 from trainer.telemetry.device_memory import forget_memory, free_memory, peak_memory, total_memory
@@ -237,3 +245,48 @@ def to_go_on(run: Run, error: BaseException, since: float) -> Recipe | None:
         return None
     run.tracker.say(f"out of memory after step {step}: goes on from {saved}, in {number} pieces of a batch")
     return run.recipe.replace(output=str(path), resume="auto", accumulate="auto")
+
+
+def settled(resolved: Resolved, model: nn.Module) -> Resolved:
+    """The run with `recompute=auto` decided: of no block on the CPU. Collective.
+
+    Raises:
+        RecipeError: there are some, and the recipe has what does not go with that.
+    """
+    recipe, world, count = resolved.recipe, resolved.world, 0
+    if recipe.recompute != "auto":
+        return resolved
+    if world.device.type == "cuda":
+        weights, held = size_of(*model.parameters()), 0
+        if resolved.teacher and recipe.traits.exchanges == "shards":  # else it is on the device already
+            held = teacher_share(resolved.teacher.size, weights, weight_shards(recipe, world.size))
+        room = room_in(free_memory(world.device), world.sharing(), held)
+        example = resolved.datasets.example(most_rows(recipe, resolved.share.count))
+        count = blocks_needed(model, recipe, example, room, world.size)
+    count = int(world.max_(torch.tensor(count)).item())
+    recipe = recipe.replace(recompute=count > 0)
+    check_processes(recipe, world.size)
+    return replace(resolved, recipe=recipe, recomputed=count)
+
+
+def blocks_needed(model: nn.Module, recipe: Recipe, example: Example, room: float, processes: int) -> int:
+    """The fewest first blocks with which a step takes at most `room` bytes, else all; none where shapes do not tell."""
+    parts, runs = weight_shards(recipe, processes), runs_of(model)
+
+    def fits(count: int) -> bool:
+        copy, precision = without_values(model).train(), AUTOCAST.get(recipe.precision)
+        recompute(copy, runs[:count], random=False)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", precision, enabled=bool(precision)):
+            copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
+            inputs = example.zeros(torch.device("cpu"), channels_last=recipe.channels_last).inputs
+            needed: float = memory.of_module(copy, copy, inputs).peak + size_of(inputs)
+        weights = size_of(*copy.parameters())
+        if parts > 1:  # what ranks gather of each other's
+            rest, *units = unit_sizes(copy, units_of(copy))
+            needed += min(weights, rest + 3 * max(units, default=0))
+        return needed + weights * (memory.COPIES + (recipe.ema is not None)) / parts <= room
+
+    try:
+        return memory.fewest(len(runs), fits)
+    except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError):
+        return 0

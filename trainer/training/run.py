@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.data import Loader
-from trainer.devices.strain import Strain, StrainMeter
+from trainer.devices.host import Strain, StrainMeter
 from trainer.models.undisturbed import is_plain
 from trainer.modes.base import by_type
 from trainer.processes.interrupts import Interrupts
@@ -15,8 +15,7 @@ from trainer.processes.world import World
 from trainer.recipe import Recipe
 from trainer.saving.saver import Saver
 from trainer.telemetry.clocks import Ledger, StepTimer
-from trainer.telemetry.rank_watch import RankWatch
-from trainer.telemetry.share_watch import ROUNDS, ShareWatch
+from trainer.telemetry.rank_watch import ROUNDS, RankWatch, ShareWatch
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import replayed

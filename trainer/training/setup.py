@@ -49,7 +49,6 @@ from trainer.training import banner, memory_needs, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import initial_model, starting_notes
 from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
-from trainer.training.recomputing import settled
 from trainer.training.run import ModelFacts, Observer, Run
 from trainer.training.same_images import check_same_images, identified
 from trainer.training.state import Resolved, TrainState
@@ -210,7 +209,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
     say = resolved.tracker.say
     model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    resolved = settled(resolved, model)
+    resolved = memory_needs.settled(resolved, model)
     recipe, recomputed = resolved.recipe, resolved.recomputed
     tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
     facts = model_facts(model, resolved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -27,10 +28,7 @@ def divided(run: Run, begins: bool) -> bool:
     if shares is None or (share.every_sample and not begins):
         return False
     rows = rows_of(run.recipe, share.count, numbers=share.numbers)
-
-    def divide(speeds: Sequence[float]) -> list[int]:
-        return _possible(run, rows, speeds)
-
+    divide = partial(_possible, run, rows)
     wanted = shares.first(rows, divide) or (shares.lasting(rows, divide) if begins else None)
     if wanted is None or wanted == rows:
         return False

@@ -13,8 +13,7 @@ import torchvision.io
 
 from tests.command_line import trainer
 from trainer.commands import doctor
-from trainer.commands.doctor import machine
-from trainer.commands.doctor.machine import Findings
+from trainer.commands.doctor import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
 from trainer.errors import RecipeError, SetupError
@@ -23,7 +22,7 @@ from trainer.processes import peers
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(machine, "sums", lambda backend, devices: f"{backend} of {len(devices)} works")
+    monkeypatch.setattr(doctor, "sums", lambda backend, devices: f"{backend} of {len(devices)} works")
     monkeypatch.setattr(cards, "device_nodes", lambda: ([], []))
 
 
@@ -44,9 +43,9 @@ def test_on_this_machine():
 
 def test_what_is_wrong_comes_last_and_exits_3(quick, monkeypatch, capsys):
     monkeypatch.setattr(peers.os, "statvfs", lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
-    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (256, 4096))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40))
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda number: (256, 4096))
     assert doctor.command([]) == 3
     output = capsys.readouterr().out
     assert re.search(r"^  /dev/shm +64 MiB, 60 free$", output, re.M)
@@ -85,7 +84,7 @@ def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(quick
             raise error
         return real(name, package)
 
-    monkeypatch.setattr(machine.importlib, "import_module", load)
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
     found = doctor.examine()
     assert len(found.problems) == 1 and says in found.problems[0]
     assert "machine" in found.sections and "between processes" not in found.sections
@@ -155,7 +154,7 @@ def test_processes_that_cannot_talk():
 )
 def test_unlike_cards_are_told_what_unequal_shares_gain(speeds, says):
     """Equal parts take as long as the slowest card; in proportion, all compute at all times."""
-    line = machine.how_alike([f"cuda:{n}" for n in range(len(speeds))], speeds)
+    line = doctor.how_alike([f"cuda:{n}" for n in range(len(speeds))], speeds)
     assert line.startswith(says)
     if "shares=auto" in line:
         assert f"{sum(speeds) / (len(speeds) * min(speeds)):.2f} times" in line

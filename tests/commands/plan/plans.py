@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.contexts import mode_of
 from trainer import load_recipe
-from trainer.commands.plan import schedules, speed_probe
+from trainer.commands.plan import forecast, speed_probe
 from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.speed_probe import Timings
@@ -77,7 +77,7 @@ def fixed_speed(monkeypatch):
 
     def here(layout, images, plugin):
         fake, blocks = FakeModel(layout.recipe, images, layout.kind), {}
-        for rows in {-(-layout.rows // m) for m in schedules.candidates(layout)} if layout.staged else ():
+        for rows in {-(-layout.rows // m) for m in forecast.candidates(layout)} if layout.staged else ():
             costs = fake.blocks(rows)
             scale = 0.08 * rows / 128 / sum(cost.forward + cost.backward for cost in costs)
             blocks[rows] = [BlockCost(scale * cost.forward, scale * cost.backward, cost.bytes) for cost in costs]

@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.commands.plan.plans import MODELS, alone, fake_of, measured_peak, real, recipe_of, size, sized
 from trainer import load_recipe, plan
-from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import dataset_facts
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.commands.plan.planned_memory import footprint
@@ -122,7 +121,7 @@ def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
     fake, layout = fake_of(recipe), lay_out(recipe)
-    stages = [stage.memory for stage in schedules.cut(fake, layout).stages]
+    stages = [stage.memory for stage in fake.cut(layout).stages]
     assert held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
 
 

@@ -11,7 +11,8 @@ from torch.nn.utils import parametrizations
 from tests.modes import odd_models
 from tests.modes.pipeline.test_streams import CPU, ROWS, digits, staged
 from trainer.errors import RecipeError
-from trainer.modes.pipeline import stage_proof, stages
+from trainer.modes import proofs
+from trainer.modes.pipeline import stages
 
 
 class Base(odd_models.Normed):
@@ -105,7 +106,7 @@ def test_a_proof_leaves_nothing(words, monkeypatch):
     for proven in (True, False):
         with monkeypatch.context() as patch:
             if not proven:
-                patch.setattr(stages, "prove", lambda *_: None)
+                patch.setattr(stages, "stages_proven", lambda *_: None)
             torch.manual_seed(0)
             strategy = staged(Base(), [CPU, CPU], f"{words} pipeline.cuts=[b]")
             drawn = torch.rand(()), random.random(), np.random.rand()
@@ -130,7 +131,7 @@ def test_where_memory_does_not_suffice_it_is_told(monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(stage_proof, "observe", full)
+    monkeypatch.setattr(proofs, "observe", full)
     said = []
     staged(odd_models.NoGrad(), [CPU, CPU], "mode=split", say=said.append)
     assert any(line.startswith("WARNING") for line in said)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -17,20 +18,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.commands.plan.dataset_facts import DatasetFacts
+from trainer.commands.plan.planned_layout import Layout
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError
 from trainer.models import memory
-from trainer.models.balance import BlockCost
+from trainer.models.balance import BlockCost, cuts_for
 from trainer.models.blocks import hold_statistics
 from trainer.models.memory import Pass, Resident, size_of
 from trainer.models.partition import Traced, trace
 from trainer.models.recompute import anew, recompute, runs_of
+from trainer.modes.pipeline.orders import ideal_bubble
 from trainer.modes.pipeline.ranks import Wire
+from trainer.modes.pipeline.torch_schedules import ranks_of_stages
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.optim.trainable import roles_of
 from trainer.recipe import ModelRecipe, Recipe
 from trainer.training.teaching import trained_teacher
+
+MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
 
 
 class StagePass(NamedTuple):
@@ -39,6 +45,20 @@ class StagePass(NamedTuple):
     memory: Pass
     sent: int  # bytes of its outputs
     flops: int  # of the forward pass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages."""
+
+    names: tuple[str, ...]  # of the cuts
+    microbatches: int  # into which a shard's batch goes
+    rows: int  # images of one, of the largest where they differ
+    holders: tuple[int, ...]  # which worker holds each stage
+    stages: tuple[StagePass, ...]  # each stage's pass of a micro-batch
+    gradients: tuple[int, ...]  # bytes of each worker's
+    ideal: float  # bubble of equal stages
+    balanced_by: str  # what made the cuts: recipe, flops or seconds
 
 
 class FakeModel:
@@ -160,6 +180,30 @@ class FakeModel:
     def traced(self) -> Traced:
         """Raises RecipeError."""
         return trace(self.model, self.recipe.model.name)
+
+    def cut(self, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
+        """Cut it as the recipe says, or where the slowest stage is fastest, by `costs` of each block or its FLOPs.
+        Raises RecipeError."""
+        workers, virtual, wanted = layout.workers, layout.virtual, layout.recipe.pipeline.cuts
+        if microbatches is None:  # the recipe's number, or of those that can be one near four a worker
+            near = MICROBATCHES * workers
+            microbatches = min(layout.microbatches, key=lambda m: (abs(m - near), m))
+        rows = -(-layout.rows // microbatches)
+        names = cuts_for(self.traced, wanted, workers * virtual, costs or self.blocks(rows))
+        holders = tuple(ranks_of_stages(layout.schedule, workers, virtual))
+        gradients = [0] * workers
+        for holder, stage in zip(holders, self.traced.stages(names), strict=True):
+            gradients[holder] += self.resident(stage).gradients
+        return Cut(
+            names,
+            microbatches,
+            rows,
+            holders,
+            tuple(self.stages(names, rows, wired=layout.processes > 1)),
+            tuple(gradients),
+            ideal_bubble(workers, microbatches, virtual),
+            "recipe" if wanted != "auto" else "seconds" if costs else "flops",
+        )
 
     def blocks(self, rows: int) -> list[BlockCost]:
         """Each block between neighbouring cuts: forward FLOPs, twice as many backward, and the bytes that go on."""

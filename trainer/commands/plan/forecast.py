@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from trainer.commands.plan import schedules
-from trainer.commands.plan.fake_model import FakeModel
+from trainer.commands.plan.fake_model import Cut, FakeModel
 from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.plan.schedules import Cut
 from trainer.errors import RecipeError
 from trainer.models.balance import BlockCost, stage_seconds
 from trainer.modes.fsdp_units import teacher_share
+from trainer.modes.pipeline import tuning
 from trainer.modes.pipeline.torch_schedules import step_and_bubble
 from trainer.recipe import STREAMS
 from trainer.recipe.checks import weight_shards
@@ -27,6 +26,12 @@ class Traffic(NamedTuple):
     reduced: float = 0.0  # that each device sends in a step, to reduce gradients, gather shards or average weights
     averaged: float = 0.0  # that it sends in an epoch, to average weights
     crossing: float = 0.0  # of all devices in a step: activations between stages, or copies of the model
+
+
+def candidates(layout: Layout) -> list[int]:
+    """The numbers of micro-batches that training would measure."""
+    stages, counts = layout.workers * layout.virtual, tuple(layout.microbatches)
+    return tuning.counts_to_try(tuning.Pipe(layout.workers, ((layout.schedule, stages),), layout.rows, counts))
 
 
 def ring(ranks: int) -> float:
@@ -107,7 +112,7 @@ def forecast(fake: FakeModel, layout: Layout, measured: Timings, bandwidth: floa
     if not layout.staged:
         return _of_replicas(fake, layout, measured)
     # Of the numbers of micro-batches that were measured the fastest, as training would choose.
-    return min((_of_cut(fake, layout, measured, m) for m in schedules.candidates(layout)), key=lambda f: f.step)
+    return min((_of_cut(fake, layout, measured, m) for m in candidates(layout)), key=lambda f: f.step)
 
 
 def _of_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> Forecast:
@@ -147,7 +152,7 @@ def _exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float
 
 def _of_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     recipe, rows = layout.recipe, -(-layout.rows // microbatches)
-    cut = schedules.cut(fake, layout, microbatches, measured.blocks[rows])
+    cut = fake.cut(layout, microbatches, measured.blocks[rows])
     stages = stage_seconds(fake.traced, cut.names, measured.blocks[rows])
     notes = [*measured.assumptions, f"each block's seconds were measured in micro-batches of {rows}"]
     if recipe.recompute:

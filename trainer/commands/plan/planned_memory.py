@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer.commands.plan import schedules
-from trainer.commands.plan.fake_model import FakeModel
+from trainer.commands.plan.fake_model import Cut, FakeModel
 from trainer.commands.plan.planned_layout import Layout, lay_out
-from trainer.commands.plan.schedules import Cut
 from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.models.memory import Resident, fewest, held, room_in, saved_buffers, size_of
@@ -57,7 +55,7 @@ class Limit:
 def footprint(fake: FakeModel, layout: Layout, cut: Cut | None = None) -> list[Device]:
     """Bytes on each of the layout's devices; `cut` for a model in stages."""
     if layout.staged:
-        return _of_stages(fake, layout, cut or schedules.cut(fake, layout))
+        return _of_stages(fake, layout, cut or fake.cut(layout))
     if layout.recipe.traits.exchanges == "copies":
         return _of_replicas(fake, layout)
     sharded = layout.recipe.traits.exchanges == "shards"
@@ -233,7 +231,7 @@ def without_recompute(fake: FakeModel, layout: Layout, cut: Cut | None) -> int |
         return None
     recipe = layout.recipe.replace(recompute=False)
     kept, layout = FakeModel(recipe, fake.images, layout.kind), replace(layout, recipe=recipe)
-    cut = cut and schedules.cut(kept, layout, cut.microbatches)
+    cut = cut and kept.cut(layout, cut.microbatches)
     return fullest(footprint(kept, layout, cut))
 
 

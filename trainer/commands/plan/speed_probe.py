@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from trainer import modes
-from trainer.commands.plan import schedules
 from trainer.commands.plan.dataset_facts import DatasetFacts
-from trainer.commands.plan.forecast import Timings, ring
+from trainer.commands.plan.forecast import Timings, candidates, ring
 from trainer.commands.plan.planned_layout import Layout
 from trainer.commands.trials.measuring import Measurer, answers
 from trainer.errors import SetupError
@@ -46,7 +45,7 @@ def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Tim
         raise SetupError("measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]")
     count = min(layout.processes, most)
     threads = resources.threads_per_process(layout.recipe, count)
-    rows = sorted({-(-layout.rows // m) for m in schedules.candidates(layout)}) if layout.staged else []
+    rows = sorted({-(-layout.rows // m) for m in candidates(layout)}) if layout.staged else []
     chosen = layout.recipe.replace(threads=threads, accumulate=1)
     task: dict[str, Any] = {"recipe": chosen, "images": images, "most": layout.rows, "plugin": plugin}
     devices = [f"cuda:{n}" for n in range(count)] if layout.kind == "cuda" else ["cpu"] * count

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.commands.plan import forecast, planned_memory, schedules, speed_probe
+from trainer.commands.plan import forecast, planned_memory, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
-from trainer.commands.plan.fake_model import FakeModel
+from trainer.commands.plan.fake_model import Cut, FakeModel
 from trainer.commands.plan.planned_layout import Layout, every_mode
-from trainer.commands.plan.schedules import Cut
 from trainer.data import DataShare, steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
@@ -54,7 +53,7 @@ def summarise(
         predicted = forecast.forecast(fake, layout, speed_probe.here(layout, images, plugin), bandwidth)
         cut = predicted.cut
     if layout.staged and cut is None:
-        cut = schedules.cut(fake, layout)
+        cut = fake.cut(layout)
     devices = planned_memory.footprint(fake, layout, cut)
     limit = planned_memory.limit(devices, layout, room)
     fits = planned_memory.fits(devices, limit)
@@ -200,7 +199,7 @@ def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | 
         if layout.recipe.recompute:  # stages are traced as they are, and other modes run blocks that are wrapped
             fake = FakeModel(layout.recipe, fake.images, layout.kind)
         layout = planned_memory.in_pieces(fake, layout, room)
-        cut = schedules.cut(fake, layout) if layout.staged else None
+        cut = fake.cut(layout) if layout.staged else None
         devices = planned_memory.footprint(fake, layout, cut)
     except RecipeError as error:
         return {**row, "error": str(error)}

@@ -37,7 +37,8 @@ def command(words: Sequence[str]) -> str:
     """What `python -m trainer runs words...` prints. Raises RecipeError, FolderInUseError, SetupError."""
     options, names = split_words(words, ("yes",))
     task = names.pop(0) if names and names[0] in ("list", "show", "delete") else ""
-    odd = [name for name in names if (name.startswith("-") or "=" in name) and not _exists(name)]
+    odd = [name for name in names if name.startswith("-") or "=" in name]
+    odd = [name for name in odd if not os.path.lexists(name) and not os.path.lexists(HOME / name)]
     if odd or (options and task != "delete"):
         raise RecipeError(f"'{(odd or ['yes='])[0]}' is not a word of runs{' ' * bool(task)}{task}: {USAGE}")
     if task == "delete" and names:
@@ -54,10 +55,6 @@ def command(words: Sequence[str]) -> str:
         if path.is_dir() and look(path) is None:
             return table(path)
     return show(named(names[0], HOME))
-
-
-def _exists(name: str) -> bool:
-    return os.path.lexists(name) or os.path.lexists(HOME / name)
 
 
 def table(home: Path) -> str:

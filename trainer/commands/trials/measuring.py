@@ -95,26 +95,21 @@ def main(folder: Path, rank: int) -> None:
     try:
         function, devices, threads, task = pickle.loads((folder / "task").read_bytes())
         here = Measurer(folder, devices, rank, torch.device(devices[rank]))
-        _join(here, threads)
+        cuda = here.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(here.device)
+        if threads:
+            torch.set_num_threads(threads)
+        set_precision("fp32")
+        if here.count > 1:
+            backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{folder.absolute()}/store"
+            with lost_peers():
+                dist.init_process_group(backend, store, rank=rank, world_size=here.count)
         (folder / str(rank)).write_bytes(pickle.dumps(function(here, **task)))
     except Exception as error:
         line, code = in_one_line(error)
         print(f"trainer: error: {line}", flush=True)
     exit_now(code)  # gloo's threads may outlive the interpreter
-
-
-def _join(here: Measurer, threads: int | None) -> None:
-    """Take this process's device and threads, and meet the others."""
-    cuda = here.device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(here.device)
-    if threads:
-        torch.set_num_threads(threads)
-    set_precision("fp32")
-    if here.count > 1:
-        backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{here.folder.absolute()}/store"
-        with lost_peers():
-            dist.init_process_group(backend, store, rank=here.rank, world_size=here.count)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from trainer.commands.trials.engine import TrialOutcome
 from trainer.devices import cards, host
-from trainer.devices.strain import core_seconds
 from trainer.processes import resources
 from trainer.processes.terminal import as_typed, say, styled
 from trainer.saving.files import csv_text, without_nan, write_atomically
@@ -124,14 +123,14 @@ class Others:
     """How many cores other programs kept busy since this was made."""
 
     def __init__(self) -> None:
-        self.begun, self.busy, self.ours = time.perf_counter(), core_seconds()[0], sum(os.times()[:4])
+        self.begun, self.busy, self.ours = time.perf_counter(), host.core_seconds()[0], sum(os.times()[:4])
 
     def cores(self) -> float | None:
         """None where the kernel does not tell, or this process may use only a part of the cores.
 
         Ours are this process and the ended ones that it started.
         """
-        now = core_seconds()[0]
+        now = host.core_seconds()[0]
         if not now or not self.busy or resources.cores() != os.cpu_count():
             return None
         return max(0.0, (now - self.busy - sum(os.times()[:4]) + self.ours) / (time.perf_counter() - self.begun))

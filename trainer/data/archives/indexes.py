@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import xxhash
 from trainer.data.downloads import data_folder
 from trainer.data.sampling import Array
 from trainer.recipe import DataRecipe
-from trainer.saving import locks
+from trainer.saving import files, locks
 
 Bytes = npt.NDArray[np.uint8]
 OPEN = 64  # shards that a process holds open
@@ -53,29 +53,19 @@ class Archive(NamedTuple):
     def read(self, start: int, size: int) -> Bytes:
         """Raises OSError."""
         file, data = opened(self), np.empty(size, np.uint8)
-        if os.preadv(file.descriptor, [data.data], start) < size:
+        if os.preadv(file.fileno(), [data.data], start) < size:
             raise OSError(f"{self} was cut since this run began")
         return data
 
 
-class OpenShard:
-    """A descriptor that is closed with its last reference: threads may still read one that left the cache."""
-
-    def __init__(self, shard: Archive) -> None:
-        """Raises OSError."""
-        self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        facts = os.fstat(self.descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(f"{shard} is not a file")
-        if (facts.st_size, facts.st_mtime_ns) != (shard.size, shard.time):
-            raise OSError(f"{shard} was changed since this run began")
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-opened = lru_cache(maxsize=OPEN)(OpenShard)
+@lru_cache(maxsize=OPEN)
+def opened(shard: Archive) -> BufferedReader:
+    """Its file, closed with its last reference: threads may still read one that left the cache. Raises OSError."""
+    file = files.opened(shard.path)
+    facts = os.fstat(file.fileno())
+    if (facts.st_size, facts.st_mtime_ns) != (shard.size, shard.time):
+        raise OSError(f"{shard} was changed since this run began")
+    return file
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,8 @@ def _held(path: Path, keep: Set[str]) -> int | None:
                     with suppress(OSError):
                         os.unlink(path / name)
         locks.lock_shared(lock)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(path / USED)):
-                return lock
+        if locks.is_at(lock, path / USED):
+            return lock
         os.close(lock)
     return None
 

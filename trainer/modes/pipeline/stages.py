@@ -24,9 +24,9 @@ from trainer.modes.base import Context, Strategy, compile_in_place
 from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
 from trainer.modes.pipeline import orders, tuning
 from trainer.modes.pipeline.orders import Span
-from trainer.modes.pipeline.stage_proof import held, prove
 from trainer.modes.pipeline.timeline import Recorder
 from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
+from trainer.modes.proofs import held, stages_proven
 from trainer.processes import faults
 from trainer.processes.world import DATA_PATIENCE
 from trainer.telemetry.clocks import synchronise
@@ -77,7 +77,7 @@ class Staged(Strategy):
             instead = "pipeline.deferred_batch_norm=false, which takes those of each micro-batch"
             self._values = deferrable(self.model, self.context.example, f"set {instead}, or mode=ddp")
         self._held = {mode: held(self.model, mode) for mode in (True, False)}
-        draws = self.world.all_or_none(lambda: self.world.is_main and prove(self, traced), DATA_PATIENCE)
+        draws = self.world.all_or_none(lambda: self.world.is_main and stages_proven(self, traced), DATA_PATIENCE)
         self.note_draws(self.world.broadcast_object(draws) and self.recipe.recompute is True)
         self.plan = self._find_plan(traced)
         self.build(traced, self.plan)

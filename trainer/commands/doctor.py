@@ -1,5 +1,8 @@
-"""The findings of `doctor`: versions; each card, and whether it computes and copies rightly; whether processes here can
-talk to each other; cores, memory, disk, limits, and the environment variables that change how training runs."""
+"""`python -m trainer doctor`: what this machine offers to training, and what is wrong with it. It repairs nothing.
+
+Versions; each card, and whether it computes and copies rightly; whether processes here can talk to each other; cores,
+memory, disk, limits, and the environment variables that change how training runs.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from trainer.devices import cards, health, host
-from trainer.errors import PeerError, SetupError, in_one_line
+from trainer.errors import PeerError, RecipeError, SetupError, in_one_line
 from trainer.processes.peers import check_sums, lost_peers, shared_memory
 from trainer.processes.resources import cores
+from trainer.processes.terminal import say
 from trainer.recipe.versions import VERSION, installed
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ SOFTWARE, CARDS, PROCESSES, MACHINE = "software", "cards", "between processes", 
 TIMEOUT = 60.0  # seconds
 GIB = 2**30
 OPEN_FILES = 512
+BUFFERS = 2**28  # bytes that loader workers share for a usual batch of photos
 ALIKE = 0.85  # times as fast as the fastest card that others may be, without a word of it
 TELLING = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX|TORCHELASTIC)_"
@@ -40,6 +45,29 @@ TELLING = re.compile(
 SECRET = re.compile("TOKEN|SECRET|PASS|KEY|JWT")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def command(words: Sequence[str]) -> int:
+    """Print everything that the checks at a run's start see; 0, or 3 where something is wrong."""
+    if words:
+        raise RecipeError(f"doctor takes no words, not '{words[0][:80]}': type python -m trainer doctor")
+    report = examine()
+    say(report.text())
+    return SetupError.code if report.problems else 0
+
+
+def examine() -> Findings:
+    """Look at everything. A check that fails becomes a problem of one line, and the others follow."""
+    report = Findings()
+    if report.trying("software", versions, report):
+        cards = report.trying("cards", check_cards, report) or 0
+        report.trying("processes", talking, report, cards)
+        from trainer.data.workers import worker_counts  # needs torch
+
+        report.trying("shared memory", worker_counts.check_shared_memory, BUFFERS)
+    report.trying("machine", resources, report)
+    report.trying("environment", variables, report)
+    return report
 
 
 @dataclass
@@ -87,7 +115,7 @@ def _wrapped(start: str, text: str) -> str:
 def versions(report: Findings) -> bool:
     """Of what training uses itself; returns whether torch and torchvision could be loaded."""
     problems = len(report.problems)
-    report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[2]})")
+    report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[1]})")
     report.row(SOFTWARE, "Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
     for name in ("torch", "torchvision"):
         report.row(SOFTWARE, name, installed(name))

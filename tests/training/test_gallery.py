@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.telemetry import gallery
+from trainer.training import presenting
 
 
 def opened(picture):
@@ -20,30 +20,30 @@ def opened(picture):
 @pytest.mark.parametrize("captions", [True, False])
 def test_a_grid_of_images_of_any_size(shape, captions):
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    picture = gallery.grid(images, ["a name that is far too long to be shown whole"] * shape[0] * captions)
-    assert opened(picture).format == ("JPEG" if max(shape[1:3]) > gallery.LARGEST else "PNG")
+    picture = presenting.grid(images, ["a name that is far too long to be shown whole"] * shape[0] * captions)
+    assert opened(picture).format == ("JPEG" if max(shape[1:3]) > presenting.LARGEST else "PNG")
     assert max(picture.size) < 1400
 
 
 def test_an_image_is_shown_as_it_is():
     images = np.zeros((1, 8, 8, 3), dtype=np.uint8)
     images[0, :, :, 1] = 200
-    image = opened(gallery.grid(images, [])).convert("RGB")
-    assert image.getpixel((gallery.GAP + 5, gallery.GAP + 5)) == (0, 200, 0)
+    image = opened(presenting.grid(images, [])).convert("RGB")
+    assert image.getpixel((presenting.GAP + 5, presenting.GAP + 5)) == (0, 200, 0)
 
 
 def test_a_confusion_matrix_tells_right_from_wrong():
-    image = opened(gallery.confusion(np.array([[9, 1], [0, 10]]), ["cat", "dog"])).convert("RGB")
+    image = opened(presenting.confusion(np.array([[9, 1], [0, 10]]), ["cat", "dog"])).convert("RGB")
     colours = {colour for _, colour in image.getcolors(100_000)}
-    assert gallery.RIGHT in colours, "all dogs are right"
-    assert gallery.WRONG not in colours
+    assert presenting.RIGHT in colours, "all dogs are right"
+    assert presenting.WRONG not in colours
 
 
 @pytest.mark.parametrize("classes", [1, 2, 24, 25, 256])
 def test_a_matrix_of_any_number_of_classes(classes):
     names = [f"class {n} of a long name, with ümläuts and 日本" for n in range(classes)]
-    assert max(opened(gallery.confusion(np.eye(classes, dtype=np.int64) * 3, names)).size) < 1300
-    assert opened(gallery.confusion(np.zeros((3, 3), dtype=np.int64), ["a", "b", "c"])), "no division by zero"
+    assert max(opened(presenting.confusion(np.eye(classes, dtype=np.int64) * 3, names)).size) < 1300
+    assert opened(presenting.confusion(np.zeros((3, 3), dtype=np.int64), ["a", "b", "c"])), "no division by zero"
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_matrix_of_any_number_of_classes(classes):
     ],
 )
 def test_what_has_no_letter_or_breaks_a_line_is_written_out(words, written):
-    assert gallery.writable(words) == written
+    assert presenting.writable(words) == written
 
 
 @pytest.mark.parametrize("words", ["short", "a very long name of a class", "猫" * 30])
 @pytest.mark.parametrize("room", [60, 200])
 def test_words_are_cut_to_their_room(words, room):
-    found = gallery.fit(words, room)
-    assert gallery.text_width(found) <= room and words.startswith(found.rstrip("…"))
+    found = presenting.fit(words, room)
+    assert presenting.text_width(found) <= room and words.startswith(found.rstrip("…"))

@@ -1,8 +1,9 @@
-"""Proof that sharded weights, or blocks that are computed anew, train as the whole model does: that of
+"""Proof that sharded weights, blocks that are computed anew, or stages train as the whole model does: that of
 `models.equivalence`, over ranks.
 
 Rank 0 has the whole model before it is sharded, and makes two passes of it. Then all ranks make the same passes of the
-sharded one: each rank's rows of the summed gradients are those of rank 0's whole ones, so many times.
+sharded one: each rank's rows of the summed gradients are those of rank 0's whole ones, so many times. Stages are held
+against it before they are placed.
 """
 
 from __future__ import annotations
@@ -11,22 +12,38 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from trainer.devices.precision import AUTOCAST
 from trainer.errors import RecipeError, is_out_of_memory, text_of
 from trainer.models.blocks import hold_statistics
-from trainer.models.equivalence import Passes, Tensors, check_equivalent, fewest_rows, observe
-from trainer.models.norms import training_norms
+from trainer.models.equivalence import (
+    AS_IT_IS,
+    TOLERANCE,
+    Passes,
+    Tensors,
+    changing,
+    check_equivalent,
+    draws,
+    fewest_rows,
+    observe,
+)
+from trainer.models.norms import statistics_layers, training_norms
+from trainer.models.partition import Traced
 from trainer.models.recompute import WITHOUT, Run, recompute
+from trainer.models.undisturbed import undisturbed
 from trainer.processes.world import DATA_PATIENCE
 
 if TYPE_CHECKING:
     from trainer.modes.base import Strategy
+    from trainer.modes.pipeline.stages import Staged
 
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
 FLOOR = 1e-2  # of the whole model's gradient
@@ -177,3 +194,63 @@ def _own_rows(strategy: Strategy, found: Tensors) -> tuple[Tensors, float]:
             rows = world.broadcast_(values.contiguous()).narrow(0, piece.start, len(piece.local))
             expected[name] = rows.to(strategy.home) * world.size
     return expected, norm * world.size
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def stages_proven(staged: Staged, traced: Traced) -> bool:
+    """Hold all blocks in a row against the whole model: on the CPU, for that may not fit a device.
+
+    Returns whether the model draws random numbers; False where memory is too small to tell.
+
+    Raises:
+        RecipeError: they train another model, or each pass changes some state, and a step has several.
+    """
+    name, most = f"model.name={staged.recipe.model.name}", staged.pipe.rows // max(staged.pipe.counts)
+    seen = fewest_rows(most, partial(_passes_of_stages, staged, traced), staged.context.say, name)
+    staged.deferred.clear()
+    if seen is None:
+        return False
+    whole, cut = seen
+    instead = "recompute=false, or mode=ddp" if staged.recipe.recompute else AS_IT_IS
+    check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[staged.recipe.precision], instead=instead)
+    norms = tuple(f"buffer {layer}." for layer in statistics_layers(staged.model))
+    states = [state for state in changing(whole) if not state.startswith(norms)]
+    if states and max(staged.pipe.counts) > 1:
+        raise RecipeError(
+            f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
+            "mode=ddp, or mode=split"
+        )
+    return draws(whole)
+
+
+def _passes_of_stages(staged: Staged, traced: Traced, rows: int) -> tuple[Passes, Passes]:
+    """Two training passes of the whole model, and of its blocks."""
+    sample = staged.context.example.random(torch.device("cpu"), 2 * rows, staged.recipe.channels_last)
+    pieces, blocks = torch.split(sample, rows), traced.stages(traced.cuts)
+    staged.deferred.clear()
+    staged.defer(blocks)
+
+    def in_precision(module: nn.Module, inputs: Tensor) -> Tensor:
+        # For fp16 too, which on the CPU may take 200 times as long.
+        with torch.autocast("cpu", torch.bfloat16, enabled=staged.recipe.precision in AUTOCAST):
+            out: Tensor = module(inputs)
+        return out
+
+    def in_blocks(inputs: Tensor) -> Tensor:
+        for block in blocks:
+            inputs = staged.run_stage(block, inputs, rows, in_precision)
+        return inputs
+
+    model, train = staged.model, staged.train_modules
+    whole = observe(model, lambda: train([model]), partial(in_precision, model), pieces)
+    cut = observe(model, lambda: train(blocks), in_blocks, pieces, after=lambda _: staged.commit_statistics())
+    return whole, cut
+
+
+def held(model: nn.Module, training: bool) -> WeakSet[nn.Module]:
+    """Modules that the model's own `train` leaves in the other mode, as that of a frozen part does."""
+    with undisturbed([model], torch.device("cpu")):
+        model.train(training)
+        return WeakSet(module for module in model.modules() if module.training != training)

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def ok(*words, **options):
     done = trainer(*words, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def python(*words, start=subprocess.run, **options):
+    """Run Python, a new process unless `start` is `tests.warm.run`; returns the finished process."""
+    usual = {"cwd": PROJECT, "env": environment(), "timeout": 60, "capture_output": True, "text": True}
+    return start([sys.executable, *map(str, words)], **{**usual, **options})
+
+
+def within(seconds, condition):
+    """What a condition is as soon as it holds, and after so many seconds in any case."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def suggested(text):

@@ -11,8 +11,6 @@ from tests.command_line import PROJECT, environment
 
 FOLDER = PROJECT / "tests" / "benchmarks"
 COMMANDS = [
-    "fork_hang.py --rounds 1 --workers 1 --limit 5",
-    "images_per_second.py --model resnet18 --size 32 --batch 4 --steps 6 --rounds 1",
     "loop_cost.py --steps 60 --pairs 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1",
     "photos.py --photos {photos} --count 48 --batch 4 --rounds 1 --megapixels 1",

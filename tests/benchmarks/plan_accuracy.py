@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).parent.parent.parent
 MODELS = {
     "resnet18": ["model.name=resnet18", "data.image_size=64", "batch_size=96"],
     "resnet50": ["model.name=resnet50", "data.image_size=64", "batch_size=96"],
@@ -33,13 +31,7 @@ RUN += ["logging.progress=false", "logging.verdict=false", "save.every_epochs=nu
 
 def trainer(*words: str) -> str:
     """What `python -m trainer words...` prints."""
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *words], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(done.stderr)
-    return done.stdout
+    return subprocess.check_output([sys.executable, "-m", "trainer", *words], text=True)
 
 
 def chosen(plan: dict[str, Any]) -> list[str]:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PROJECT = Path(__file__).parent.parent.parent
 QUIET = ["threads=1", "logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null"]
 
 
@@ -31,8 +29,7 @@ class Run:
         self.folder = tempfile.TemporaryDirectory()
         self.output = Path(self.folder.name, "run")
         command = [sys.executable, "-m", "trainer", *QUIET, *words, f"output={self.output}"]
-        path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def rate(self) -> float:
         """Images a second."""

@@ -17,12 +17,7 @@ from trainer.recipe import load
     ("code", "stderr", "kind", "expected"),
     [
         (1, "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n", TrainerError, "a bug"),
-        (
-            1,
-            "trainer: error: KeyError: x (own.py:8, in f)\nTraceback\nKeyError: x\n",
-            TrainerError,
-            "^KeyError: x .own.py",
-        ),
+        (1, "trainer: error: KeyError: x (o.py:8, in f)\nTraceback\nKeyError: x\n", TrainerError, "^KeyError: x .o.py"),
         (1, "", TrainerError, "the training ended with exit code 1"),
         (3, "trainer: error: no card\n", SetupError, "^no card$"),
         (5, "trainer: error: the loss is nan\n", NotFiniteError, "^the loss is nan$"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from tests.command_line import QUIET, environment, free_port, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, environment, free_port, losses, ok, result, steps, trainer, within
 from tests.warm import Popen
 from trainer.processes.rank import LAUNCHER, elastic_advice, elastic_nodes
 
@@ -37,8 +36,7 @@ def test_a_rank_knows_whether_machines_may_come_and_go(typed, variable, nodes, m
         ours = {"RANK": "0", "WORLD_SIZE": "1", LAUNCHER: str(launcher.pid), "PET_NNODES": variable}
         for name, value in ours.items():
             monkeypatch.setenv(name, value)
-        while not Path(f"/proc/{launcher.pid}/cmdline").read_bytes():  # of a process that has just begun
-            time.sleep(0.01)
+        within(60, Path(f"/proc/{launcher.pid}/cmdline").read_bytes)  # of a process that has just begun
         assert elastic_nodes() == nodes
         lacking = {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         for name, value in lacking.items():
@@ -77,13 +75,6 @@ def build(num_classes, channels, image_size):
 """
 
 
-def wait_for(seen, seconds=240):
-    until = time.monotonic() + seconds
-    while not seen():
-        assert time.monotonic() < until, "nothing came"
-        time.sleep(0.1)
-
-
 @pytest.mark.full("a minute and a half")
 def test_four_ranks_become_three_and_four_again(tmp_path):
     """64 images are 16 on each of four ranks, and 22 + 21 + 21 on three. The machine that is lost has rank 0."""
@@ -115,10 +106,10 @@ def test_four_ranks_become_three_and_four_again(tmp_path):
 
         for _ in range(4):
             join()
-        wait_for(lambda: reached(10, "4 x cpu"))
+        assert within(240, lambda: reached(10, "4 x cpu"))
         lost = agents.pop(next(n for n, log in enumerate(logs) if "4 x cpu" in log.read_text()))
         lost.kill()
-        wait_for(lambda: reached(26, "'world_size': 3}"))
+        assert within(240, lambda: reached(26, "'world_size': 3}"))
         join()
         assert [agent.wait(240) for agent in agents] == [0] * 4, [log.read_text() for log in logs]
         told = "".join(log.read_text() for log in logs)

@@ -52,6 +52,9 @@ def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str)
     assert found.line.startswith(line)
 
 
+LOST = "rank 0: lost another rank"
+
+
 @pytest.mark.parametrize(
     ("error", "name"),
     [
@@ -61,11 +64,8 @@ def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str)
         (NotFiniteError("nan"), "not finite"),
         (MemoryError("out of memory"), "out of memory"),
         (DiskFullError("full"), "disk full"),
-        (PeerError("rank 0: lost another rank (it died, or was silent for `timeout`): Connection closed"), "lost rank"),
-        (
-            PeerError("rank 0: lost another rank (...): timed out after 5000 ms"),
-            "time limit: a rank or device was silent",
-        ),
+        (PeerError(f"{LOST} (it died, or was silent for `timeout`): Connection closed"), "lost rank"),
+        (PeerError(f"{LOST} (...): timed out after 5000 ms"), "time limit: a rank or device was silent"),
         (ValueError("a bug"), "error"),
     ],
 )

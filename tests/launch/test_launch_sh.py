@@ -7,13 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import PROJECT
+from tests.command_line import PROJECT, within
 from trainer.cli import guide
 from trainer.cli.command_table import COMMANDS
 
@@ -151,9 +150,7 @@ def test_a_failed_installation_is_shown_and_done_again(checkout: Checkout) -> No
 
 def test_a_killed_installation_is_done_again(checkout: Checkout) -> None:
     process = checkout.start("recipes", SLOW="1")
-    deadline = time.monotonic() + 20
-    while not checkout.installs() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert within(20, checkout.installs)
     process.kill()
     process.communicate(timeout=20)
     (checkout.home / ".venv" / "half").touch()

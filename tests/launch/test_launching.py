@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT, alive, free_port
+from tests.command_line import PROJECT, alive, free_port, python, within
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.launch import launching
 from trainer.launch.topology import Launch
@@ -90,16 +90,9 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "trainer", "recipe=digits", "plugin=stand_in", "devices=[cpu]", *words]
 
 
-def start(
-    *words: str, case: str = "", way: type[subprocess.Popen[str]] = warm.Popen, **environment: str
-) -> subprocess.Popen[str]:
-    return way(
-        command(*words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "CASE": case, **environment},
-    )
+def start(*words: str, case: str = "", **environment: str) -> subprocess.Popen[str]:
+    variables, pipe = {**os.environ, "CASE": case, **environment}, subprocess.PIPE
+    return warm.Popen(command(*words), stdout=pipe, stderr=pipe, text=True, env=variables)
 
 
 def wait_until_ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
@@ -111,6 +104,13 @@ def wait_until_ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
         assert line, process.communicate()
         text += line
     return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
+
+
+def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """What a launch that ended with this exit code wrote, and its errors."""
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    return output, errors
 
 
 def test_under_torchrun_a_launch_takes_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,7 @@ def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_launches_at_once_do_not_collide(work: Path) -> None:
     both = [start("nproc=2"), start("nproc=2")]
     for process in both:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
+        output, errors = finished(process)
         assert errors == ""
         assert sorted(re.findall(r"rank \d of 2", output)) == ["rank 0 of 2", "rank 1 of 2"]
         assert "at 127.0.0.1" in output
@@ -187,8 +186,7 @@ def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
     work: Path, job: dict[str, str], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [start("batch_size=96", **job, **dict.fromkeys(names, str(task))) for task in range(3)]
-    answers = [task.communicate(timeout=60) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0, 0], answers
+    answers = [finished(task) for task in tasks]
     assert sorted(re.findall(r"rank \d of 3", answers[0][0])) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     assert re.fullmatch(r"trainer: task 2 .*task 0 .*\b3 ranks.*\n", answers[2][1]) and not answers[2][0]
     for name, value in {**job, **dict.fromkeys(names, "1")}.items():
@@ -211,13 +209,7 @@ def test_of_several_tasks_on_a_node_the_first_starts_all_ranks(
 def test_what_is_one_process_is_not_done_once_a_task(work: Path, words: list[str], instead: str) -> None:
     names = ("LOCAL_RANK", "LOCAL_SIZE", "RANK", "SIZE")
     task = dict(zip((f"OMPI_COMM_WORLD_{name}" for name in names), "1212", strict=True))
-    done = warm.run(
-        [sys.executable, "-m", "trainer", *words],
-        env={**os.environ, **task},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-m", "trainer", *words, start=warm.run, env={**os.environ, **task}, cwd=work)
     assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
     assert instead in done.stderr and "started 2" in done.stderr
     assert not (work / "x").exists()
@@ -232,16 +224,12 @@ def test_what_is_one_process_is_not_done_once_a_task(work: Path, words: list[str
     ],
 )
 def test_the_failing_rank_is_named_once_and_its_code_returned(work: Path, case: str, code: int, expected: str) -> None:
-    process = start("nproc=2", case=case)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (code, expected)
+    assert finished(start("nproc=2", case=case), code)[1] == expected
     assert list((work / "tmp").iterdir()) == []
 
 
 def test_a_bug_is_a_sentence_first_and_its_traceback_once(work: Path) -> None:
-    process = start("nproc=2", case="bug")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    _, errors = finished(start("nproc=2", case="bug"), 1)
     assert errors.startswith("trainer: error: ZeroDivisionError: a bug (") and errors.count("Traceback") == 1
     assert errors.endswith("\nZeroDivisionError: a bug\n")
 
@@ -251,8 +239,7 @@ def test_a_signal_reaches_the_ranks_and_their_word_the_user(work: Path, number: 
     process = start("nproc=2", case="save")
     ranks = wait_until_ready(process, 2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=40)
-    assert process.returncode == code and re.fullmatch(r"trainer: .*step 3\b.*\n", errors)
+    assert re.fullmatch(r"trainer: .*step 3\b.*\n", finished(process, code)[1])
     assert not any(map(alive, ranks))
 
 
@@ -268,13 +255,9 @@ def test_ctrl_c_before_a_rank_is_python_shows_nothing(work: Path) -> None:
     """It reaches the whole terminal, also what ranks are forked from: here, in its very first moments."""
     struck = "    os.kill(0, signal.SIGINT)\n    sum(range(10**5))\n"
     (work / "sitecustomize.py").write_text(f"import os, signal\nif {fork_server.SERVED!r} in os.environ:\n{struck}")
-    environment = {**os.environ, "PYTHONPATH": f"{work}:{PROJECT}"}
-    process = subprocess.Popen(
-        command("nproc=2"), env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors and "Fatal" not in errors, errors
-    assert process.returncode == 130, errors
+    variables = {**os.environ, "PYTHONPATH": f"{work}:{PROJECT}"}
+    done = python(*command("nproc=2")[1:], env=variables, cwd=work, start_new_session=True)
+    assert done.returncode == 130 and "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr
 
 
 def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
@@ -283,10 +266,7 @@ def test_no_rank_outlives_its_launcher(work: Path, full: bool) -> None:
         ranks = wait_until_ready(process, 2)
         process.kill()
         process.communicate(timeout=20)
-        deadline = time.monotonic() + 5
-        while any(map(alive, ranks)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(alive, ranks))
+        assert within(5, lambda ranks=ranks: not any(map(alive, ranks)))
 
 
 def test_a_rank_whose_launcher_died_before_it_started_leaves(work: Path) -> None:
@@ -300,16 +280,13 @@ def test_two_nodes_on_one_host(work: Path) -> None:
         start("nproc=1", NNODES="2", NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in ("0", "1")
     ]
     for rank, process in enumerate(nodes):
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        assert f"rank {rank} of 2" in output
+        assert f"rank {rank} of 2" in finished(process)[0]
 
 
 def test_nodes_that_do_not_meet_say_where(work: Path) -> None:
     port = free_port()
     process = start("nproc=1", "timeout=2", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 3
+    _, errors = finished(process, 3)
     assert re.fullmatch(rf"trainer: error: .*127\.0\.0\.1:{port}\b.*\n", errors)
 
 

@@ -87,7 +87,7 @@ def mark_and_die_once(folder):
     mark = Path(folder, "mark")
     if not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_myself(folder)
     return "done"
 
 
@@ -131,13 +131,6 @@ class Hanging(Classifier):
             raise ValueError("poisoned")
         time.sleep(0.002)
         return super().batch([item.nan_to_num(posinf=1.0) for item in items])
-
-
-class Sizes:
-    """How many items came together."""
-
-    def batch(self, items):
-        return [len(items)] * len(items)
 
 
 class TooFew:
@@ -196,12 +189,9 @@ class BrokenSetup:
         return item
 
 
-class DeadSetup:
+class DeadSetup(BrokenSetup):
     def setup(self, device):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def __call__(self, item):
-        return item
+        kill_myself(device)
 
 
 class Changing:
@@ -307,5 +297,5 @@ def throw(name):
 
 def kill_at_three(item):
     if item == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_myself(item)
     return item

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import environment
+from tests.command_line import python, within
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool import DevicePool, ItemError, current_device
@@ -93,10 +92,7 @@ def test_a_slow_source_is_not_waited_for(pools):
 
     def slowly():
         yield 3
-        deadline = time.monotonic() + 5
-        while done(pool) == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        assert within(5, lambda: done(pool) > before)
         yield 4
 
     assert list(pool.map(slowly())) == [9, 16]
@@ -178,9 +174,8 @@ def test_threads_of_the_parent_hang_no_worker(method, full):
         pytest.skip("under --all")
     expected = [workers.mathematics(i) for i in range(8)]
     for _ in range(20 if full else 2):
-        with DevicePool(
-            ["cpu"] * (4 if full else 2), workers.mathematics, start_method=method, item_timeout=30
-        ) as pool:
+        cpus = ["cpu"] * (4 if full else 2)
+        with DevicePool(cpus, workers.mathematics, start_method=method, item_timeout=30) as pool:
             assert list(pool.map(range(8))) == pytest.approx(expected)
             assert not any(figure["replaced"] for figure in pool.figures())
 
@@ -353,7 +348,7 @@ def cube(item):
 def test_workers_of_a_script(guarded, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))
-    done = warm.run([sys.executable, path], env=environment(), capture_output=True, text=True, timeout=60)
+    done = python(path, start=warm.run)
     if guarded:
         assert done.stdout == "[0, 1, 4, 9] 27\n" * 2 and done.stderr == ""
     else:

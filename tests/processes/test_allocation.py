@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests import warm
-from tests.command_line import environment
+from tests.command_line import python
 
 PROGRAM = """
 import sys, torch
@@ -24,7 +24,6 @@ print(resident() - first)
     ("size", "largest", "kept"), [(2**24, [2**25], True), (2**27, [2**25], False), (2**27, [], True)]
 )
 def test_blocks_as_large_as_is_asked_for_are_kept(size, largest, kept):
-    command = [sys.executable, "-c", PROGRAM, str(size), *map(str, largest)]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = python("-c", PROGRAM, size, *largest, start=warm.run, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (int(done.stdout) > size / 2) == kept, done.stdout

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.command_line import PROJECT, alive, environment
+from tests.command_line import alive, python, within
 from trainer.errors import SetupError
 from trainer.processes import family
 from trainer.processes.family import PARENT
@@ -63,12 +62,7 @@ with family.started([sys.executable, "-c", {command!r}], stdin=subprocess.PIPE, 
     print(child.stdout.readline().strip(), child.pid, flush=True)
     os.kill(os.getpid(), {signal.SIGKILL})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", script)
     ready, pid = done.stdout.split()
     assert (ready, done.returncode) == ("ready", -signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while alive(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(int(pid))
+    assert within(20, lambda: not alive(int(pid)))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT, environment, python
 from trainer.processes.family import PARENT, PARENT_DIED
 
 ASKS = "from trainer.processes import family; family.die_with_parent(); print('alive')"
@@ -23,9 +23,8 @@ ASKS = "from trainer.processes import family; family.die_with_parent(); print('a
     ],
 )
 def test_who_is_a_parent(variables, code):
-    command = [sys.executable, "-c", ASKS]
-    done = subprocess.run(command, cwd=PROJECT, env=environment(**variables), capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout) == (code, b"" if code else b"alive\n")
+    done = python("-c", ASKS, env=environment(**variables))
+    assert (done.returncode, done.stdout) == (code, "" if code else "alive\n")
 
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}

@@ -1,13 +1,12 @@
 """Ranks on a grid, and the groups and the mesh of real processes along it."""
 
 import json
-import sys
 import textwrap
 
 import pytest
 
 from tests import warm
-from tests.command_line import environment
+from tests.command_line import python
 from trainer.processes.grid import Grid
 
 
@@ -63,9 +62,8 @@ SCRIPT = """
 def test_groups_and_the_mesh_of_two_by_two_processes(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    command = [*launch, str(script), str(tmp_path)]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    done = python(*launch, script, tmp_path, start=warm.run, timeout=120)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert [rank["all"] for rank in ranks] == [1111] * 4

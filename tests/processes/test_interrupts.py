@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.command_line import PROJECT, environment
+from tests.command_line import PROJECT, environment, python
 from trainer.processes import early, family
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import outlive_terminal
@@ -37,16 +37,6 @@ BLOCKED = """
     while True:
         ctypes.CDLL(None).usleep(60_000_000)
 """
-SAVING = """
-    from trainer.processes import silence
-    silence.watch(1000.0)
-    with interrupts.saving():
-        wait = silence.begin(None, print) if {waits} else None
-        time.sleep(8)
-    sys.exit(40)
-"""
-
-
 # Children that end, watched with a handler as DataLoader does, and then a step that takes long.
 CHILDREN = """
     import subprocess
@@ -58,11 +48,10 @@ CHILDREN = """
 """
 
 
-def start(body, grace=60):
-    program = PROGRAM.format(grace=grace, body=body.strip())
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(body, grace=60, under=()):
+    command = [*under, sys.executable, "-c", PROGRAM.format(grace=grace, body=body.strip())]
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    child = subprocess.Popen(command, cwd=PROJECT, stdin=none, stdout=pipe, stderr=pipe, text=True)
     assert child.stdout.readline() == "ready\n", child.communicate()[1]
     return child
 
@@ -76,27 +65,23 @@ def end(child, timeout=20):
         child.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO])
-def test_a_signal_raises_a_flag(number):
-    child = start(WAITING.format(linger=0))
-    child.send_signal(number)
-    assert end(child) == (40 + number, "")
-
-
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [
+        *((number, None, 40 + number) for number in (signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO)),
         (signal.SIGINT, signal.SIGINT, 130),  # twice Ctrl-C: at once
         (signal.SIGINT, signal.SIGTERM, 130),  # the same under torchrun
         (signal.SIGTERM, signal.SIGTERM, 40 + signal.SIGTERM),  # a repeated SIGTERM stays graceful
     ],
 )
-def test_a_second_signal(first, second, code):
-    child = start(WAITING.format(linger=1.5))
+def test_a_signal_raises_a_flag_and_a_second_may_end_it(first, second, code):
+    child = start(WAITING.format(linger=1.5 if second else 0))
     child.send_signal(first)
-    time.sleep(0.5)
-    child.send_signal(second)
-    assert end(child)[0] == code
+    if second:
+        time.sleep(0.5)
+        child.send_signal(second)
+    found, errors = end(child)
+    assert found == code and (second or errors == ""), errors
 
 
 def test_the_watcher_leaves_when_the_loop_cannot_come(tmp_path):
@@ -126,11 +111,7 @@ def test_children_that_end_are_no_reason_to_leave():
 
 
 def test_under_nohup_a_terminal_that_closes_is_nothing():
-    program = PROGRAM.format(grace=60, body="time.sleep(1)\n    sys.exit(3)")
-    command = ["nohup", sys.executable, "-c", program]
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
-    assert child.stdout.readline() == "ready\n"
+    child = start("time.sleep(1)\n    sys.exit(3)", under=["nohup"])
     child.send_signal(signal.SIGHUP)
     assert end(child)[0] == 3
 
@@ -195,37 +176,8 @@ for other in others:
 )
 def test_ranks_see_their_siblings(look, seen):
     program = LAUNCHER.format(look=look)
-    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=30, capture_output=True, text=True)
+    done = python("-c", program)
     assert done.stdout.splitlines()[-1] == seen, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [(BLOCKED, 143), (SAVING.format(waits=True), 143), (SAVING.format(waits=False), 40)],
-    ids=["a step", "a save that waits for ranks", "a save that writes"],
-)
-def test_the_watcher_does_not_wait_for_what_a_lost_peer_holds_up(body, code):
-    """A collective may wait for its timeout, minutes, or for ever, after a peer was killed; a file is written."""
-    program = PROGRAM.format(grace=60, body=body.strip())
-    launcher = f"""
-import os, subprocess, sys, time
-def rank(number, program):
-    ours = {{**os.environ, "RANK": str(number), "WORLD_SIZE": "2"}}
-    return subprocess.Popen([sys.executable, "-c", program], env=ours, stdout=subprocess.PIPE, text=True)
-peer = rank(1, "import time; time.sleep(60)")
-me = rank(0, {program!r})
-me.stdout.readline()
-peer.kill()
-peer.wait()
-begun = time.monotonic()
-me.terminate()
-code = me.wait(30)
-print(code, time.monotonic() - begun < 10)
-"""
-    done = subprocess.run([sys.executable, "-c", launcher], cwd=PROJECT, timeout=60, capture_output=True, text=True)
-    assert done.stdout == f"{code} True\n", done.stderr
-    assert bool(re.search("rank 0: rank 1 .*SIGTERM", done.stderr)) == (code == 143), done.stderr
 
 
 def test_a_terminal_that_closes_fails_no_print(monkeypatch):
@@ -255,21 +207,18 @@ def test_a_rank_that_ends_behind_a_signal_is_not_waited_for(ours):
         "    os.kill(os.getpid(), signal.SIGTERM)\n    while not interrupts.received:\n        pass\nprint('returns')\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "1", **({family.PARENT: str(os.getpid())} if ours else {})}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment(**variables), timeout=20, capture_output=True, text=True)
+    done = python("-c", program, env=environment(**variables))
     assert (done.returncode, done.stdout) == ((143, "") if ours else (0, "returns\n")), done.stderr
 
 
 def test_handlers_are_put_back():
     program = (
-        "import signal\n"
+        "import signal, threading\n"
         "from trainer.processes.interrupts import Interrupts\nbefore = signal.getsignal(signal.SIGTERM)\n"
         "with Interrupts():\n    assert signal.getsignal(signal.SIGTERM) != before\n"
-        "assert signal.getsignal(signal.SIGTERM) == before\n"
-        "import threading\nassert threading.active_count() == 1\n"
+        "print(signal.getsignal(signal.SIGTERM) == before, threading.active_count())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=20, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert python("-c", program).stdout == "True 1\n"
 
 
 LEAVING = """
@@ -293,20 +242,10 @@ exit_python(3)
 
 
 def test_leaving_says_all_and_takes_nothing_apart(tmp_path):
+    """And waits for who watches."""
     (tmp_path / "leaving.py").write_text(LEAVING)
-
-    def left(*words):
-        command = [sys.executable, *words]
-        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (3, "")
-        return done.stdout
-
-    assert left("leaving.py") == "said asked for\n"
-    assert left("leaving.py", "thread") == "said a thread's word\nasked for\ntaken apart\n"
-
-
-def test_leaving_waits_for_who_watches(tmp_path):
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    command = [sys.executable, "-m", "cProfile", "leaving.py"]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "function calls" in done.stdout, done.stdout + done.stderr
+    for words, said in (([], "said asked for\n"), (["thread"], "said a thread's word\nasked for\ntaken apart\n")):
+        done = python("leaving.py", *words, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (3, said, "")
+    watched = python("-m", "cProfile", "leaving.py", cwd=tmp_path)
+    assert "function calls" in watched.stdout, watched.stdout + watched.stderr

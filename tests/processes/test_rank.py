@@ -1,10 +1,8 @@
 """What torchrun's variables say, and a job's name."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.command_line import python
 from trainer.errors import SetupError
 from trainer.processes.rank import Place, job_id, place
 
@@ -28,9 +26,5 @@ def test_place():
 
 def test_jobs_have_names_of_their_own():
     ours = job_id()
-    done = subprocess.run(
-        [sys.executable, "-c", "from trainer.processes.rank import job_id; print(job_id())"],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", "from trainer.processes.rank import job_id; print(job_id())")
     assert ours == job_id() != done.stdout.strip() != ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from tests.command_line import python
 from trainer.errors import PeerError
 from trainer.processes import silence
 
@@ -45,7 +45,7 @@ def test_who_sleeps_is_given_up_and_who_works_is_not():
 
 def test_who_waits_for_another_process_is_not_given_up():
     """A compiler, say."""
-    assert not looked_at(lambda: subprocess.run([sys.executable, "-c", "import time; time.sleep(3)"], check=False))
+    assert not looked_at(lambda: subprocess.run(["sleep", "3"], check=False))
 
 
 def test_outside_of_a_group_nothing_is_watched(monkeypatch):
@@ -63,7 +63,7 @@ def test_a_rank_leaves_where_gloo_raises_nothing():
     """As for a connection to another node that was closed between two operations."""
     program = "import time; from trainer.processes import peers, silence; silence.watch(1.0)\n"
     program += "with peers.lost_peers(): time.sleep(600)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", program, timeout=120)
     assert done.returncode == PeerError.code
     assert "lost another rank" in done.stderr and "timed out after 1000 ms" in done.stderr
     assert "Current thread" in done.stderr or "most recent call first" in done.stderr  # the stacks

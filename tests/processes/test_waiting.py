@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -40,20 +41,20 @@ WAITING = [
 ]
 
 
+def waiting(variables: dict[str, str], says: str, folder: Path) -> tuple[CompletedProcess[str], str]:
+    """A run that waits for others in vain, and what it has to say meanwhile."""
+    port = free_port()
+    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
+    ours = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return trainer(*words, f"output={folder}", env=ours), says.format(port=port)
+
+
 @pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     """And it keeps no other run out of the folder."""
     with ThreadPoolExecutor() as both:
-        waits = [both.submit(require_word, *case, tmp_path / str(place)) for place, case in enumerate(WAITING)]
-        for wait in waits:
-            wait.result()
-
-
-def require_word(variables: dict[str, str], says: str, folder: Path) -> None:
-    port = free_port()
-    words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
-    words += [f"output={folder}"]
-    done = trainer(*words, env={**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-    assert f"trainer: {says.format(port=port)}" in done.stderr
-    assert done.returncode in (3, 7) and "Traceback" not in done.stderr
-    assert not folder.exists()
+        waits = [both.submit(waiting, *case, tmp_path / str(place)) for place, case in enumerate(WAITING)]
+    for done, says in (wait.result() for wait in waits):
+        assert f"trainer: {says}" in done.stderr
+        assert done.returncode in (3, 7) and "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())

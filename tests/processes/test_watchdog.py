@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 
 import pytest
 
 from tests import warm
-from tests.command_line import PROJECT, QUIET, environment, torchrun
+from tests.command_line import PROJECT, QUIET, environment, torchrun, within
+from tests.processes.test_interrupts import BLOCKED
 from trainer.processes.watchdog_process import GIVEN_UP
 
 TERM = int(signal.SIGTERM)
@@ -60,6 +60,7 @@ peer.stdout.readline()
 me = rank(0, sys.argv[1])
 pids = me.stdout.readline().strip()
 time.sleep(0.3)
+begun = time.monotonic()
 for action in sys.argv[2:]:
     if action == "peer":
         peer.kill()
@@ -67,7 +68,7 @@ for action in sys.argv[2:]:
     else:
         os.kill(me.pid, int(action))
 try:
-    print(me.wait(25), gone(pids.split()[1]), flush=True)
+    print(me.wait(25), time.monotonic() - begun, gone(pids.split()[1]), flush=True)
 finally:
     peer.kill()
     me.kill()
@@ -76,17 +77,15 @@ finally:
 
 def ranks(body, *actions):
     """Two of them: what rank 0 does, and what happens meanwhile to its `peer` (killed) or to itself (signals)."""
-    words = [RANK.replace("BODY", body), *map(str, actions)]
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", LAUNCHER, *words]
+    command, pipe = [sys.executable, "-c", LAUNCHER, RANK.replace("BODY", body), *map(str, actions)], subprocess.PIPE
     return subprocess.Popen(command, cwd=PROJECT, env=environment(), stdout=pipe, stderr=pipe, text=True)
 
 
-def end(process):
+def end(process, most=25.0):
     """How rank 0 ended, and what was said; what was beside it has ended, too."""
     written, said = process.communicate(timeout=60)
-    code, gone = written.split() or said
-    assert gone == "True"
+    code, seconds, gone = written.split() or said
+    assert gone == "True" and float(seconds) < most
     return int(code), said
 
 
@@ -110,6 +109,28 @@ def test_a_rank_that_only_takes_long_is_left_alone():
         ranks("with interrupts.saving():\n        hold(8)", "peer", TERM): 40 + TERM,
     }
     assert [end(process) for process in cases] == [(code, "") for code in cases.values()]
+
+
+SAVING = """
+    from trainer.processes import silence
+    silence.watch(1000.0)
+    with interrupts.saving():
+        wait = silence.begin(None, print) if {waits} else None
+        time.sleep(8)
+    sys.exit(40)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [(BLOCKED, 143), (SAVING.format(waits=True), 143), (SAVING.format(waits=False), 40)],
+    ids=["a step", "a save that waits for ranks", "a save that writes"],
+)
+def test_python_that_runs_does_not_wait_for_what_a_lost_peer_holds_up(body, code):
+    """A collective may wait for its timeout, minutes, or for ever, after a peer was killed; a file is written."""
+    found, said = end(ranks(body.strip(), "peer", TERM), most=10.0)
+    assert found == code and bool(re.search("rank 0: rank 1 .*SIGTERM", said)) == (code == 143), said
 
 
 FORKED = "if os.fork() == 0:\n        os.closerange(1, 3)\n        time.sleep(20)\n        os._exit(0)\n    os._exit(3)"
@@ -150,17 +171,11 @@ WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("killed", "grace", "code", "launcher"),
-    [
-        pytest.param(True, 60, 7, "ours", id="a peer, ours"),
-        pytest.param(False, 6, 143, "torchrun", id="SIGTERM, torchrun"),
-    ],
-)
-def test_a_run_with_a_stuck_rank_ends(killed, grace, code, launcher, tmp_path):
-    """Its peer is killed, or its launcher told to leave; torchrun would kill it after 30 s, ours after `grace` + 30."""
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+def test_a_run_with_a_stuck_rank_ends(launcher, tmp_path):
+    """Its peer is killed, or its torchrun told to leave, which would kill it after 30 s, ours after `grace` + 30."""
     (tmp_path / "own.py").write_text(OWN)
-    words, ours = [*WORDS, f"grace={grace}"], {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
+    words, ours = [*WORDS, f"grace={60 if launcher == 'ours' else 6}"], {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
     if launcher == "ours":
         command = [sys.executable, "-m", "trainer", *words, "nproc=2"]
         to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -170,12 +185,10 @@ def test_a_run_with_a_stuck_rank_ends(killed, grace, code, launcher, tmp_path):
     pids = []
     with context as process:
         try:
-            deadline = time.monotonic() + 90
-            while not (tmp_path / "stuck").exists():
-                assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-                time.sleep(0.1)
+            assert within(90, lambda: (tmp_path / "stuck").exists() or process.poll() is not None)
+            assert process.poll() is None, process.communicate()[0]
             pids = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-            if killed:
+            if launcher == "ours":
                 os.kill(pids[0], signal.SIGKILL)
             else:
                 process.send_signal(TERM)
@@ -186,6 +199,6 @@ def test_a_run_with_a_stuck_rank_ends(killed, grace, code, launcher, tmp_path):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert re.search(f"^trainer: rank 1: {LINE}", said, re.MULTILINE), said
-    assert process.returncode == (code if launcher == "ours" else 1), said
-    last = "trainer: error: rank 0 was killed by SIGKILL" if killed else "trainer: stopped by SIGTERM"
+    assert process.returncode == (7 if launcher == "ours" else 1), said
+    last = "trainer: error: rank 0 was killed by SIGKILL"
     assert launcher == "torchrun" or said.splitlines()[-1].startswith(last), said

@@ -6,6 +6,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.command_line import QUIET, trainer
 from trainer.errors import SetupError
@@ -34,8 +36,6 @@ def test_threads(words, local, environment, expected, monkeypatch):
 
 
 def test_alone_every_exchange_is_the_identity():
-    import torch
-
     alone = world.World(Place(), torch.device("cpu"), 1, ("cpu",))
     alone.connect(1.0)
     assert alone.broadcast_object({"a": 1}) == {"a": 1} and alone.gather(3) == [3] and alone.name == "cpu"
@@ -46,11 +46,9 @@ def test_alone_every_exchange_is_the_identity():
 
 def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
     """Nodes may differ: where two ranks share a card on one, all of them talk over gloo."""
-    import torch
-    from torch.distributed import HashStore
 
     def agree(*found):
-        store, size = HashStore(), len(found)
+        store, size = dist.HashStore(), len(found)
         worlds = [
             world.World(Place(rank, size, rank % 2, 2, 0, True), torch.device(name), 1, (), (), shared)
             for rank, (name, shared) in enumerate(found)
@@ -75,9 +73,6 @@ def test_what_all_ranks_are_on_is_agreed_before_there_is_a_group():
 
 def test_gloo_tells_of_a_lost_peer_before_nccl_aborts(monkeypatch):
     """Where groups are made, on stand-ins: there is no NCCL without cards."""
-    import torch
-    import torch.distributed as dist
-
     patience = {}
 
     class Group:

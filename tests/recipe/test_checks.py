@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import suppress
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.errors import RecipeError
+from tests.recipe.refusals import refusal
 from trainer.recipe import MODES, TRAITS, Recipe, Schedule, checks, load
 from trainer.recipe.checks import (
     OPTIONS,
@@ -36,15 +38,7 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "torch_has", lambda what: True)
 
 
-def line(call: Any, *arguments: Any) -> str:
-    """The one line of the RecipeError that a call raises; empty where it raises none."""
-    try:
-        call(*arguments)
-    except RecipeError as error:
-        text = str(error)
-        assert text and "\n" not in text and len(text) < 300
-        return text
-    return ""
+line = partial(refusal, most=300)
 
 
 def recipe(words: str) -> Recipe:
@@ -59,16 +53,15 @@ def pipeline(words: str) -> Recipe:
     )
 
 
+ALONE = "mode=single runs in 1 process, not 2"
+
+
 @pytest.mark.parametrize(
     ("words", "processes", "expected"),
     [
         ("", 2, ""),
         ("mode=single", 1, ""),
-        (
-            "mode=single",
-            2,
-            "mode=single runs in 1 process, not 2: type python -m trainer ... mode=single without torchrun",
-        ),
+        ("mode=single", 2, f"{ALONE}: type python -m trainer ... mode=single without torchrun"),
         ("mode=dp", 2, "mode=dp runs in 1 process, not 2"),
         ("mode=local_sgd", 4, ""),
         ("", 3, ""),  # 43 + 43 + 42
@@ -250,15 +243,12 @@ def test_torch_accepts_the_same_numbers_of_micro_batches(ranks: int, as_one_of) 
         wanted = list(range(1, 11))
         counts = microbatch_counts(pipeline(f"schedule={name} batch_size={images}"), ranks)
         accepted = []
+        inputs = {"input_args": sample, "output_args": sample}
         for m in wanted:
-            parts = [
-                PipelineStage(layer, stage, len(holders), cpu, input_args=sample, output_args=sample) for stage in own
-            ]
-            try:
+            parts = [PipelineStage(layer, stage, len(holders), cpu, **inputs) for stage in own]
+            with suppress(ValueError):
                 kind(parts if name in VIRTUAL else parts[0], m, loss_fn=lambda a, b: a.sum())
                 accepted.append(m)
-            except ValueError:
-                pass
         assert [m for m in counts if m in wanted] == accepted, name
 
 
@@ -288,9 +278,8 @@ def test_options(mode: str, option: str) -> None:
 
 
 def test_every_refusal_is_of_an_option() -> None:
-    assert {option for traits in TRAITS.values() for option in traits.refuses | traits.refuses_processes} <= set(
-        OPTIONS
-    )
+    for traits in TRAITS.values():
+        assert {*traits.refuses, *traits.refuses_processes} <= {*OPTIONS}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import QUIET, ok, suggested, trainer
+from tests.recipe.refusals import refusal
 from trainer.errors import RecipeError
 from trainer.recipe import load, origins
 
@@ -87,12 +88,9 @@ def test_what_cannot_be_extended_is_one_line(tmp_path: Path, text: str) -> None:
         section="optimizr: {lr: 1}\n",
     )
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
-    with pytest.raises(RecipeError) as caught:
-        load(tmp_path / "mine.yaml")
-    line = str(caught.value)
+    line = refusal(load, tmp_path / "mine.yaml", most=600)
     names, blamed = WRONG[text]
     assert not [name for name in names.format(folder=tmp_path).split() if name not in line], line
-    assert "\n" not in line and len(line) < 600
     if blamed:
         assert f"(in {tmp_path}/{blamed})" in line
     else:
@@ -114,7 +112,8 @@ def test_a_word_is_not_blamed_on_the_file(tmp_path: Path) -> None:
 
 
 def test_a_runs_recipe_is_complete_without_the_files_it_came_from(tmp_path: Path) -> None:
-    write(tmp_path, base="extends: digits_single\nmodel: {name: mlp}\n", mine="extends: base.yaml\nmax_steps: 1\n")
+    base, mine = "extends: digits_single\nmodel: {name: mlp}\n", "extends: base.yaml\nmax_steps: 1\n"
+    write(tmp_path, base=base, mine=mine)
     ok("recipe=mine.yaml", "output=run", *QUIET, cwd=tmp_path)
     for name in ("base", "mine"):
         (tmp_path / f"{name}.yaml").unlink()
@@ -125,11 +124,7 @@ def test_a_runs_recipe_is_complete_without_the_files_it_came_from(tmp_path: Path
     assert load(tmp_path / "again.yaml").to_dict() == saved.replace(seed=5).to_dict()
     told = trainer("recipe=mine.yaml", cwd=tmp_path)
     assert told.returncode == 2 and "recipe=mine.yaml" in told.stderr
-    write(
-        tmp_path,
-        base="extends: digits_single\nmodel: {name: mlp}\nseed: 5\n",
-        mine="extends: base.yaml\nmax_steps: 1\n",
-    )
+    write(tmp_path, base=f"{base}seed: 5\n", mine=mine)
     told = trainer("recipe=mine.yaml", "output=run", "resume=auto", *QUIET, cwd=tmp_path)
     assert told.returncode == 2 and "seed: 0 there, 5 now" in told.stderr and "recipe=run " in told.stderr
     assert "done" in ok("recipe=run", "output=run", "resume=auto", *QUIET, cwd=tmp_path).stdout

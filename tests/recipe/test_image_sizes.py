@@ -62,12 +62,8 @@ def test_a_square_is_a_number_and_draws_what_it_drew():
     words = ["data.image_size=[224,224]", "data.cache_size=[256,256]"]
     assert (recipes.load(None, *words).data.image_size, shorter_side(224)) == (224, 256)
     mix = sampling.mixing(1, 2, 3, 4, 0.2, 1.0, 32)
-    assert mix.box.tolist() == [
-        [15, 0, 17, 20],
-        [0, 4, 24, 25],
-        [0] * 4,
-        [0] * 4,
-    ] and mix.label.tolist() == pytest.approx([0.668, 0.4141, 0.9525, 0.3082], abs=1e-4)
+    assert mix.box.tolist() == [[15, 0, 17, 20], [0, 4, 24, 25], [0] * 4, [0] * 4]
+    assert mix.label.tolist() == pytest.approx([0.668, 0.4141, 0.9525, 0.3082], abs=1e-4)
     for number, pair in ((32, (32, 32)), (9, (9, 9))):
         one, other = (sampling.mixing(1, 2, 3, 64, 0.2, 1.0, size) for size in (number, pair))
         assert all(np.array_equal(getattr(one, part), getattr(other, part)) for part in ("box", "label", "blend"))

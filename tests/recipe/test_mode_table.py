@@ -43,26 +43,22 @@ def branches(source):
     return sorted(found)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'recipe.mode == "ddp"',
-        '"single" != layout.recipe.mode',
-        'entry.mode in ("split", "pipeline")',
-        'mode not in {"dp", *others}',
-        'found["mode"] == "dp"',
-        "chosen = {'ddp': 1, 'dp': 2}[mode]",
-        'STAGED = ("split", "pipeline")',
-        "match mode:\n    case 'hogwild' | 'local_sgd': pass",
-    ],
-)
-def test_a_branch_on_a_name_is_found(line):
-    assert branches(line) == [max(1, line.count("\n") + 1)]
+BRANCHES = [
+    'recipe.mode == "ddp"',
+    '"single" != layout.recipe.mode',
+    'entry.mode in ("split", "pipeline")',
+    'mode not in {"dp", *others}',
+    'found["mode"] == "dp"',
+    "chosen = {'ddp': 1, 'dp': 2}[mode]",
+    'STAGED = ("split", "pipeline")',
+    "match mode:\n    case 'hogwild' | 'local_sgd': pass",
+]
+DATA = ['result["pipeline"]', 'recipe.replace(mode="single")', 'f"mode={recipe.mode}"']
 
 
-@pytest.mark.parametrize("line", ['result["pipeline"]', 'recipe.replace(mode="single")', 'f"mode={recipe.mode}"'])
-def test_a_name_that_is_data_is_no_branch(line):
-    assert branches(line) == []
+@pytest.mark.parametrize("line", [*BRANCHES, *DATA])
+def test_a_branch_on_a_name_is_found_and_a_name_that_is_data_is_not(line):
+    assert branches(line) == [line.count("\n") + 1] * (line in BRANCHES)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(HOME)))
@@ -70,8 +66,9 @@ def test_nobody_asks_for_the_name_of_a_mode(path):
     assert branches(path.read_text()) == [], "ask recipe.traits, or a method of trainer.modes.Strategy"
 
 
-def test_every_mode_has_a_row():
+def test_every_mode_has_a_row_and_one_is_the_reference():
     assert MODES == tuple(TRAITS) == get_args(Mode)
+    assert sum(traits.reference for traits in TRAITS.values()) == 1
 
 
 @pytest.mark.parametrize("trait", [field.name for field in fields(Traits)])
@@ -89,10 +86,6 @@ def test_traits_go_together(mode):
     assert traits.staged == (traits.exchanges == "activations")
     assert not traits.reference or (traits.single_device and traits.same_maths and traits.exchanges == "nothing")
     assert set(traits.per_rank_state) <= {"model", "optimizer", "ema", "scaler"}
-
-
-def test_there_is_one_reference():
-    assert sum(traits.reference for traits in TRAITS.values()) == 1
 
 
 @pytest.mark.parametrize(

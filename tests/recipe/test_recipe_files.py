@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import trainer
-from trainer.errors import RecipeError
+from tests.recipe.refusals import refusal
 from trainer.recipe import load
-
-
-def answer(file: Path, *words: str) -> str:
-    """The one line with which a file is refused."""
-    with pytest.raises(RecipeError) as refused:
-        load(file, *words)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +30,7 @@ def test_a_file_that_is_no_yaml_is_told_with_its_line(
 ) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    told = answer(file)
+    told = refusal(load, file)
     assert told.startswith(f"{file}: line {number}: ") and all(name in told for name in names.split()), told
 
 
@@ -84,4 +76,4 @@ def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(content.encode())
     load(file)
-    assert answer(file, "epochs=x").startswith("my: epochs=x must")  # and no line of the file is blamed
+    assert refusal(load, file, "epochs=x").startswith("my: epochs=x must")  # and no line of the file is blamed

@@ -69,4 +69,6 @@ def test_a_look_at_that_moment_does_not_keep_a_run_from_starting(tmp_path):
     with (tmp_path / ".lock").open() as file:
         locks.fcntl.flock(file, locks.fcntl.LOCK_SH)  # as is_held has it, for a moment
         threading.Timer(0.01, file.close).start()
-        os.close(locks.hold(tmp_path, "run"))
+        lock = locks.hold(tmp_path, "run")
+    assert locks.is_held(tmp_path)
+    os.close(lock)

@@ -1,19 +1,17 @@
 """Choosing, claiming and continuing run folders; steps.csv after a resume."""
 
-import csv
 import os
 import random
 import shutil
 import signal
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 import pytest
 
-from tests.command_line import QUIET, environment, ok, trainer
+from tests.command_line import QUIET, environment, ok, steps, trainer, within
 from tests.warm import Popen
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
@@ -25,6 +23,13 @@ from trainer.saving.steps_file import STEP_COLUMNS, StepsFile
 
 def recipe(folder, *words):
     return load("digits", f"output={folder}", *words)
+
+
+def begun(folder, *words):
+    """A run's folder in which its recipe stands."""
+    run = RunFolder(recipe(folder, *words))
+    run.write_recipe(recipe(folder, *words))
+    return run
 
 
 def test_a_fresh_folder_is_named_and_unique(tmp_path, monkeypatch):
@@ -39,9 +44,7 @@ def test_a_fresh_folder_is_named_and_unique(tmp_path, monkeypatch):
 
 
 def test_a_used_folder_is_continued_only_on_request(tmp_path):
-    first = RunFolder(recipe(tmp_path / "run"))
-    first.write_recipe(recipe(tmp_path / "run"))
-    first.close()
+    begun(tmp_path / "run").close()
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     draft, own = (tmp_path / "run" / f".{name}.{'0' * 32}" for name in ("recipe.yaml", "cache"))
     draft.touch()
@@ -58,9 +61,7 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.processes.rank.job_id", lambda: "job 1")
-    first = RunFolder(recipe(tmp_path / "run"))
-    first.write_recipe(recipe(tmp_path / "run"))
-    first.close()
+    begun(tmp_path / "run").close()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     again = RunFolder(recipe(tmp_path / "run"))
@@ -74,8 +75,7 @@ def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", [(), ("resume=auto",)])
 def test_a_run_that_saved_nothing_makes_way(tmp_path, words):
-    first = RunFolder(recipe(tmp_path / "run", "optimizer.lr=1"))
-    first.write_recipe(recipe(tmp_path / "run", "optimizer.lr=1"))
+    first = begun(tmp_path / "run", "optimizer.lr=1")
     first.write_result({"status": "failed"})
     (tmp_path / "run" / "notes.txt").write_text("the user's own")
     (tmp_path / "run" / "checkpoints" / "step-00000001.tmp-1").mkdir(parents=True)
@@ -92,15 +92,13 @@ def test_a_run_that_saved_nothing_makes_way(tmp_path, words):
 
 @pytest.mark.parametrize("kept", ["checkpoints/step-00000001/", "best.safetensors", "result.json", None])
 def test_what_a_run_saved_is_never_removed(tmp_path, kept):
-    (tmp_path / "run").mkdir()
     if kept is None:  # a recipe of the user's own, in a folder that no run ever had
+        (tmp_path / "run").mkdir()
         (tmp_path / "run" / "recipe.yaml").write_text(recipe("x").to_yaml())
     else:
-        first = RunFolder(recipe(tmp_path / "run"))
-        first.write_recipe(recipe(tmp_path / "run"))
+        begun(tmp_path / "run").close()
         path = tmp_path / "run" / kept
         path.mkdir(parents=True) if kept.endswith("/") else path.write_text('{"status": "completed"}')
-        first.close()
     for _ in range(2):  # refusing must not make it ours
         with pytest.raises(FolderInUseError, match="resume=auto"):
             RunFolder(recipe(tmp_path / "run"))
@@ -120,8 +118,7 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     second = StepsFile(tmp_path, 2)
     second.add(row(3))
     second.close()
-    with (tmp_path / "steps.csv").open(newline="") as file:
-        assert [int(r["step"]) for r in csv.DictReader(file)] == [1, 2, 3]
+    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3"]
 
 
 ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
@@ -149,8 +146,7 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     file = StepsFile(tmp_path, 10, said.append)
     file.add(dict(zip(STEP_COLUMNS, (11, 0, 1, 0.5, 0.1, 9, 0), strict=True)))
     file.close()
-    with path.open(newline="") as new:
-        assert [int(row["step"]) for row in csv.DictReader(new)] == ([1, 2] if appended else []) + [11]
+    assert [row["step"] for row in steps(tmp_path)] == (["1", "2"] if appended else []) + ["11"]
     assert len(said) == 1 and str(path) in said[0] and "\n" not in said[0]
     assert not list(tmp_path.glob(".steps*")) and (damage != "a folder" or list(tmp_path.glob("aside-*/mine")))
 
@@ -207,10 +203,8 @@ def at_work(folder):
 
 def wait_for_more(folder):
     """Until another checkpoint has been written."""
-    last, deadline = newest_in(folder), time.monotonic() + 120
-    while newest_in(folder) == last:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    last = newest_in(folder)
+    assert within(120, lambda: newest_in(folder) != last)
 
 
 def newest_in(folder):

@@ -42,20 +42,24 @@ def shards_of(rank: int, ranks: int, added: int = 0) -> dict[str, Piece]:
     return pieces
 
 
-def save_of(
-    folder: Path, rank: int, ranks: int, step: int = 1, sealed: bool = True, draft: Path | None = None, added: int = 0
-) -> Save:
+def saving(
+    draft: Path, rank: int, ranks: int, step: int = 1, sealed: bool = True, added: int = 0, timeout: float = 20.0
+) -> Saver:
+    """A rank's saver at work."""
+    folder = draft.parents[1]
     stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks, added)] if pieces}
     state = State(Position(step, 0, step), {}, {"step": step}, stems)
     weights = {} if rank else {folder / "last.safetensors": {"step": str(step)}}
-    return Save(folder, draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
+    save = Save(folder, draft, sealed, state, frozenset(range(1, ranks)), weights, "model", 2, lambda: None)
+    each = Saver(rank, timeout)
+    each.start(save, time.perf_counter())
+    return each
 
 
 def written(folder: Path, ranks: int, step: int = 1, sealed: bool = True, order: int = 1) -> list[Saver]:
     """The savers of all ranks, once they have written."""
-    draft, savers = begin(folder, step), [Saver(rank, 20.0) for rank in range(ranks)]
-    for rank in range(ranks)[::order]:
-        savers[rank].start(save_of(folder, rank, ranks, step, sealed, draft), time.perf_counter())
+    draft = begin(folder, step)
+    savers = [saving(draft, rank, ranks, step, sealed) for rank in range(ranks)[::order]]
     for each in savers:
         each.wait()
     return savers
@@ -144,32 +148,29 @@ def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_and_not_the_one_b
         return real(draft, state)
 
     monkeypatch.setattr(saver, "write_files", full)
-    draft, savers = begin(tmp_path, 2), [Saver(rank, 20.0) for rank in range(2)]
-    for rank in range(2):
-        savers[rank].start(save_of(tmp_path, rank, 2, 2, True, draft), time.perf_counter())
-    savers[1].wait()
-    assert isinstance(savers[1].error, DiskFullError) and savers[0].error is None, "rank 0 waits for it"
-    savers[0].leave(patience=0.0)
-    savers[0].remove_draft()
-    assert isinstance(savers[0].error, PeerError)
+    draft = begin(tmp_path, 2)
+    first, second = (saving(draft, rank, 2, step=2) for rank in range(2))
+    second.wait()
+    assert isinstance(second.error, DiskFullError) and first.error is None, "rank 0 waits for it"
+    first.leave(patience=0.0)
+    first.remove_draft()
+    assert isinstance(first.error, PeerError)
     assert names(tmp_path) == ["step-00000001"] and (tmp_path / "last.safetensors").read_bytes() == before
 
 
 def test_a_rank_that_never_writes_is_waited_for_so_long(tmp_path: Path) -> None:
-    draft, alone = begin(tmp_path, 1), Saver(0, timeout=0.2)
-    alone.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
+    alone = saving(begin(tmp_path, 1), 0, 2, timeout=0.2)
     alone.wait()
     alone.remove_draft()
     assert isinstance(alone.error, PeerError) and "rank 1" in str(alone.error) and names(tmp_path) == []
 
 
 def test_a_part_that_this_machine_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:
-    draft, first, second = begin(tmp_path, 1), Saver(0, 20.0), Saver(1, 20.0)
-    second.start(save_of(tmp_path, 1, 2, draft=draft), time.perf_counter())
-    second.wait()
+    draft = begin(tmp_path, 1)
+    saving(draft, 1, 2).wait()
     with (draft / "model-00001.safetensors").open("ab") as file:
         file.write(b"more")
-    first.start(save_of(tmp_path, 0, 2, draft=draft), time.perf_counter())
+    first = saving(draft, 0, 2)
     first.wait()
     first.remove_draft()
     assert isinstance(first.error, SetupError) and "rank 1" in str(first.error) and names(tmp_path) == []
@@ -240,8 +241,7 @@ def rank_of(folder: Path, rank: int, ranks: int, step: int, draft: Path, fault: 
     try:
         os.environ.update(RANK=str(rank), TRAINER_FAULT=fault)
         faults.active = bool(fault)
-        each = Saver(rank, 0.3)
-        each.start(save_of(folder, rank, ranks, step, draft=draft, added=step), time.perf_counter())
+        each = saving(draft, rank, ranks, step, added=step, timeout=0.3)
         each.wait()
         code = 0 if each.error is None else 28 if isinstance(each.error, DiskFullError) else 7
     finally:

@@ -13,6 +13,16 @@ class Clock:
         monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.now)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def device(clock, monkeypatch):
+    return Device(clock, monkeypatch)
+
+
 def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
     for number in range(1, steps + 1):
         clock.now += seconds
@@ -23,8 +33,7 @@ def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
             timer.start()
 
 
-def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
-    clock = Clock(monkeypatch)
+def test_timer_leaves_out_warm_up_and_what_lies_between_windows(clock):
     timer = StepTimer([torch.device("cpu")], warmup=4)
     drive(timer, clock, steps=12, per_window=4)
     found = timer.summary(batch_size=8)
@@ -34,8 +43,7 @@ def test_timer_leaves_out_warm_up_and_what_lies_between_windows(monkeypatch):
     assert len(timer.steps) == 8 and not found.short
 
 
-def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
-    clock = Clock(monkeypatch)
+def test_a_short_run_uses_its_steps_after_the_first(clock):
     timer = StepTimer([torch.device("cpu")], warmup=10)
     clock.now += 30  # a slow first step
     timer.step(0.0)
@@ -44,8 +52,7 @@ def test_a_short_run_uses_its_steps_after_the_first(monkeypatch):
     assert found.short and found.throughput.samples_per_sec == pytest.approx(16)
 
 
-def test_one_step_measures_nothing(monkeypatch):
-    clock = Clock(monkeypatch)
+def test_one_step_measures_nothing(clock):
     timer = StepTimer([torch.device("cpu")], warmup=10)
     drive(timer, clock, steps=1, per_window=1)
     assert timer.summary(8).throughput is None
@@ -82,9 +89,7 @@ class Device:
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("reading", "computing", "waited"), [(0.3, 0.4, 0.0), (0.6, 0.4, 0.2), (0.5, 0.0, 0.5)])
-def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, reading, computing, waited, pieces):
-    clock = Clock(monkeypatch)
-    device = Device(clock, monkeypatch)
+def test_a_wait_that_the_device_computes_through_costs_nothing(clock, device, reading, computing, waited, pieces):
     timer = StepTimer([torch.device("cuda", 0)], warmup=1)
     for _ in range(20):
         seconds = 0.0
@@ -100,9 +105,7 @@ def test_a_wait_that_the_device_computes_through_costs_nothing(monkeypatch, read
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_what_a_pause_takes_is_no_steps(monkeypatch, kind):
-    clock = Clock(monkeypatch)
-    device = Device(clock, monkeypatch)
+def test_what_a_pause_takes_is_no_steps(clock, device, kind):
     timer = StepTimer([torch.device(kind, 0)], warmup=1)
     for number in range(12):
         if number == 5:
@@ -163,10 +166,8 @@ HOST, BOTH, DEVICE, LATE = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0
     ],
     ids=["host", "device", "both", "data", "data and host", "mixed"],
 )
-def test_a_device_that_waits_for_launches_is_seen(monkeypatch, steps, beyond, window, pieces):
+def test_a_device_that_waits_for_launches_is_seen(clock, device, steps, beyond, window, pieces):
     """At most what is told, and where windows are long enough to tell, no more than that."""
-    clock = Clock(monkeypatch)
-    device = Device(clock, monkeypatch)
     timer = StepTimer([torch.device("cuda", 0)], warmup=0)
     truth = play(timer, clock, device, steps, window, pieces) / sum(timer.steps)
     told = timer.summary(8).launch_bound_fraction
@@ -177,9 +178,7 @@ def test_a_device_that_waits_for_launches_is_seen(monkeypatch, steps, beyond, wi
     assert timer.latest_launches == pytest.approx(told, abs=0.02) or steps[0] != steps[-1] or window == 1
 
 
-def test_what_a_window_tells_of_launches_is_its_own(monkeypatch):
-    clock = Clock(monkeypatch)
-    device = Device(clock, monkeypatch)
+def test_what_a_window_tells_of_launches_is_its_own(clock, device):
     timer = StepTimer([torch.device("cuda", 0)], warmup=10)
     shares = []
     for kind in (HOST, DEVICE, HOST):
@@ -221,37 +220,29 @@ def test_a_part_that_fails_waits_for_no_device(monkeypatch):
     assert len(waits) == 3
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """What the time is, to be set."""
-    now = [0.0]
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
-    return now
-
-
 def test_each_second_is_of_one_part(clock):
     ledger = Ledger("start-up: ranks")
-    clock[0] = 2
+    clock.now = 102
     with ledger.span("steps"):
-        clock[0] = 5
+        clock.now = 105
         with ledger.span("logging"):
-            clock[0] = 6
-        clock[0] = 10
-    clock[0] = 11
+            clock.now = 106
+        clock.now = 110
+    clock.now = 111
     assert ledger.by_now() == {"start-up: ranks": 3, "steps": 7, "logging": 1}
 
 
 def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock):
     ledger = Ledger("steps")
-    clock[0] = 10
+    clock.now = 110
     ledger.note_steps(0, 0.0, 0.0)
     ledger.note_steps(1, 10, 1)
-    clock[0] = 30
+    clock.now = 130
     ledger.note_steps(10, 20, 0)  # 2 seconds each: the first took 9
     assert ledger.by_now() == {"steps": 22, "waiting for data": 1, "start-up: first step": 7}
-    clock[0] = 90
+    clock.now = 190
     ledger.note_steps(5, 60, 0)
-    clock[0] = 100
+    clock.now = 200
     for _ in range(2):
         ledger.note_failure()
     spent = {"steps": 82, "waiting for data": 1, "start-up: first step": 7, "unfinished steps": 10}

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.saving.states import flip
 from tests.telemetry.event_values import written
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position
@@ -19,23 +20,26 @@ from trainer.telemetry.events import trim_events
 from trainer.telemetry.tracking import Tracker
 
 
+def write(folder, tags, *steps):
+    """A file of events: at each step a value of each tag."""
+    writer = SummaryWriter(str(folder))
+    for step in steps:
+        for tag in tags:
+            writer.add_scalar(tag, 1.0, step)
+    writer.close()
+
+
 def test_events_after_the_checkpoint_are_dropped(tmp_path):
-    for first in (1, 3):  # two starts, each its own file
-        writer = SummaryWriter(str(tmp_path))
-        for step in range(first, first + 3):
-            writer.add_scalar("train/loss", 1.0 / step, step)
-        writer.close()
+    write(tmp_path, ["train/loss"], 1, 2, 3)
+    write(tmp_path, ["train/loss"], 3, 4, 5)  # another start, its own file
     trim_events(tmp_path, Position(2, 1, 0))
     assert written(tmp_path) == [("train/loss", 1), ("train/loss", 2)]
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_killed_while_the_files_are_put_together_nothing_is_lost(tmp_path, monkeypatch):
-    for first in (1, 3):
-        writer = SummaryWriter(str(tmp_path))
-        for step in range(first, first + 2):
-            writer.add_scalar("train/loss", 1.0 / step, step)
-        writer.close()
+    write(tmp_path, ["train/loss"], 1, 2)
+    write(tmp_path, ["train/loss"], 3, 4)
     everything = [("train/loss", step) for step in range(1, 5)]
     for at in ("replace", "unlink"):
         kill = unittest.mock.Mock(side_effect=KeyboardInterrupt)
@@ -46,12 +50,6 @@ def test_killed_while_the_files_are_put_together_nothing_is_lost(tmp_path, monke
         assert set(written(tmp_path)) == set(everything), at
     trim_events(tmp_path, Position(4, 1, 0))
     assert written(tmp_path) == everything
-
-
-def _flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def _instead(make):
@@ -68,7 +66,7 @@ def _huge(path):
 
 
 DAMAGES = {
-    "flip": _flip,
+    "flip": lambda path: flip(path, path.stat().st_size // 2, bit=2),
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(5000)),
     "empty": lambda path: path.write_bytes(b""),
     "folder": _instead(Path.mkdir),
@@ -84,10 +82,7 @@ DAMAGES = {
 def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     recipe = load("digits", f"output={tmp_path}")
     for step in (1, 2):
-        writer = SummaryWriter(str(tmp_path))
-        for tag in "abcdefgh":
-            writer.add_scalar(tag, 1.0, step)
-        writer.close()
+        write(tmp_path, "abcdefgh", step)
     DAMAGES[damage](sorted(tmp_path.glob("events*"))[0])
     said = []
     trim_events(tmp_path, Position(3, 0, 3), said.append)
@@ -100,10 +95,7 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
 
 
 def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
-    writer = SummaryWriter(str(tmp_path))
-    for tag in ("train/loss", "val/top1", "memory/peak_gib/cpu"):
-        writer.add_scalar(tag, 1.0, 2)
-    writer.close()
+    write(tmp_path, ["train/loss", "val/top1", "memory/peak_gib/cpu"], 2)
     trim_events(tmp_path, Position(2, 0, 2))
     assert written(tmp_path) == [("train/loss", 2)]
     trim_events(tmp_path, Position(0, 0, 0))
@@ -111,10 +103,7 @@ def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
 
 
 def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
-    writer = SummaryWriter(str(tmp_path))
-    for step in range(1, 6):
-        writer.add_scalar("a", 0.0, step)
-    writer.close()
+    write(tmp_path, "a", 1, 2, 3, 4, 5)
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-7])
     trim_events(tmp_path, Position(10, 1, 0))

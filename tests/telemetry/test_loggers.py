@@ -9,11 +9,11 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import QUIET, ok, result
+from tests.command_line import QUIET, free_port, ok, result
 from trainer.errors import SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
@@ -22,6 +22,10 @@ from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import loggers
 from trainer.telemetry.tracking import Tracker
 
+WANDB, MLFLOW = (
+    pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install .[loggers]")
+    for name in ("wandb", "mlflow")
+)
 SHORT = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET]
 
 
@@ -67,14 +71,10 @@ def test_all_values_arrive_in_order_and_how_it_ended(track, words):
 
 @pytest.mark.parametrize("where", ["__init__", "scalars", "finish"])
 def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys):
-    class Broken(StandIn):
-        pass
-
     def fail(*_):
         raise SystemExit("the server\nsaid no")
 
-    setattr(Broken, where, fail)
-    tracker = track(Broken)
+    tracker = track(type("Broken", (StandIn,), {where: fail}))
     for step in range(1, 4):
         tracker.scalars({"train/loss": 1.0}, step)
     tracker.result({"status": "completed"})
@@ -95,8 +95,7 @@ def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch)
             finish=lambda exit_code: given.append(exit_code),
         )
 
-    stand_in = ModuleType("wandb")
-    stand_in.init, stand_in.Settings, stand_in.login = init, lambda **words: words, lambda prompt: prompt
+    stand_in = SimpleNamespace(init=init, Settings=dict, login=lambda prompt: prompt)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     recipe = load("digits", "logging.wandb=faces")
     for _ in range(2):  # a run, and its continuation
@@ -112,13 +111,6 @@ def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch)
     assert again["id"] == first["id"] and again["resume"] == "allow"
 
 
-def closed_port():
-    """One at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_one_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
@@ -130,7 +122,7 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch):
     check_loggers(load("digits", "logging.mlflow=false"))
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")
+@WANDB
 def test_the_real_wandb_offline(tmp_path):
     ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env={"HOME": str(tmp_path), "WANDB_API_KEY": ""})
     [kept] = glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
@@ -140,27 +132,26 @@ def test_the_real_wandb_offline(tmp_path):
     assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"].encode() in content
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb: pip install .[loggers]")
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_run_ends_though_the_real_wandb_is_out_of_reach(tmp_path, answers):
-    """One server takes connections and says nothing, the other is not there."""
+@pytest.mark.parametrize(
+    ("library", "answers"),
+    [
+        pytest.param("wandb", True, marks=WANDB),
+        pytest.param("wandb", False, marks=WANDB),
+        pytest.param("mlflow", False, marks=MLFLOW),
+    ],
+)
+def test_a_run_ends_though_the_real_one_is_out_of_reach(tmp_path, library, answers):
+    """One server takes connections and says nothing, the others are not there."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1] if answers else closed_port()
-        own = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
-        done = ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env=own, timeout=120)
-    assert len(re.findall(r"warning: logging\.wandb lacks .*\(.+\)\n", done.stdout)) == 1
+        address = f"http://127.0.0.1:{silent.getsockname()[1] if answers else free_port()}"
+        own = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
+        word = f"logging.{library}={'mine' if library == 'wandb' else address}"
+        done = ok(*SHORT, word, f"output={tmp_path / 'run'}", env=own, timeout=120)
+    assert len(re.findall(rf"warning: logging\.{library} lacks .*\(.+\)\n", done.stdout)) == 1
     assert result(tmp_path / "run")["status"] == "completed"
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install .[loggers]")
-def test_a_run_ends_though_the_real_mlflow_is_not_there(tmp_path):
-    port = closed_port()
-    done = ok(*SHORT, f"logging.mlflow=http://127.0.0.1:{port}", f"output={tmp_path / 'run'}", timeout=120)
-    assert len(re.findall(r"warning: logging\.mlflow lacks .*\(.+\)\n", done.stdout)) == 1
-    assert result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow: pip install .[loggers]")
+@MLFLOW
 def test_the_real_mlflow_in_a_folder_and_continued(tmp_path, monkeypatch):
     where = f"file:{tmp_path / 'mlruns'}"
     words = [*SHORT, f"logging.mlflow={where}", f"output={tmp_path / 'run'}", "resume=auto"]

@@ -36,14 +36,10 @@ def test_a_table_is_as_wide_as_its_cells_and_leaves_empty_columns_out():
     assert readable.table(rows, right={2}) == ["name    size", "a         10", "longer"]
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [("24GiB", 24 * 2**30), ("24GB", 24e9), ("512mib", 2**29), ("1.5TB", 1.5e12), ("8 GiB", 2**33)],
-)
-def test_amounts_of_memory(word, expected):
-    assert readable.parse_amount("memory", word) == expected
+MEMORY = {"24GiB": 24 * 2**30, "24GB": 24e9, "512mib": 2**29, "1.5TB": 1.5e12, "8 GiB": 2**33}
+SPEEDS = {"10GB/s": 1e10, "1GiB/s": 2**30, "100Gbit/s": 12.5e9}
 
 
-@pytest.mark.parametrize(("word", "expected"), [("10GB/s", 1e10), ("1GiB/s", 2**30), ("100Gbit/s", 12.5e9)])
-def test_speeds(word, expected):
-    assert readable.parse_amount("bandwidth", word) == expected
+@pytest.mark.parametrize(("key", "amounts"), [("memory", MEMORY), ("bandwidth", SPEEDS)])
+def test_amounts_of_memory_and_speeds(key, amounts):
+    assert {word: readable.parse_amount(key, word) for word in amounts} == amounts

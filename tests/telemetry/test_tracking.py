@@ -21,9 +21,14 @@ from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
 
 
-def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path):
+@pytest.fixture
+def tracker(tmp_path):
+    """Of a run of 30 epochs in the folder `run`; still to be started."""
     recipe = load("digits", f"output={tmp_path / 'run'}")
-    tracker = Tracker(recipe, RunFolder(recipe))
+    return Tracker(recipe, RunFolder(recipe))
+
+
+def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path, tracker):
     tracker.start(Position(0, 0, 0), 10, "top1")
     shutil.rmtree(tmp_path / "run")
     tracker.scalars({"train/loss": 1.0}, 1)
@@ -44,26 +49,23 @@ def test_the_null_tracker_answers_everything_a_tracker_does():
         assert list(ours.parameters) == list(theirs.parameters), name
 
 
-def test_plain_lines_and_files(tmp_path, capsys, monkeypatch):
-    """Without a terminal a line a minute, with what is true then."""
-    recipe, now = load("digits", f"output={tmp_path / 'run'}"), [100.0]
+@pytest.fixture
+def clock(monkeypatch):
+    """What the time is, before the tracker is made."""
+    now = [100.0]
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
-    tracker = Tracker(recipe, RunFolder(recipe))
+    return now
+
+
+def test_plain_lines_and_files(tmp_path, capsys, clock, tracker):
+    """Without a terminal a line a minute, with what is true then."""
     tracker.start(Position(0, 0, 0), 1000, "top1")
-    row = {
-        "step": 5,
-        "epoch": 1,
-        "seconds": 1.0,
-        "train_loss": 0.25,
-        "lr": 0.1,
-        "samples_per_sec": 1234.5,
-        "skipped": 0,
-    }
-    tracker.step(row)
+    row = {"step": 5, "epoch": 1, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1}
+    tracker.step({**row, "samples_per_sec": 1234.5, "skipped": 0})
     for step in range(1, 131):
-        now[0] += 1.0
+        clock[0] += 1.0
         tracker.progress(step, 1, 1 / step, 10.0 * step)
-    now[0] += 60.0
+    clock[0] += 60.0
     tracker.evaluating(3, 8, 4321.0)
     tracker.scalars({"train/loss": 0.25}, 5)
     tracker.result({"status": "running"})
@@ -79,9 +81,7 @@ def test_plain_lines_and_files(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5,0"
 
 
-def test_a_row_of_many_metrics_fits(tmp_path, capsys):
-    recipe = load("digits", f"output={tmp_path / 'run'}")
-    tracker = Tracker(recipe, RunFolder(recipe))
+def test_a_row_of_many_metrics_fits(capsys, tracker):
     cells = {"epoch": "1/2", **{f"metric {n}": "0.1234" for n in range(20)}, "images/s": "12", "seconds": "3.0"}
     tracker.row(cells, best=True)
     tracker.row(cells, best=False)
@@ -126,9 +126,7 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
     assert [row.startswith("\033[1m") and row.endswith("\033[0m") for row in rows] == best
 
 
-def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path):
-    recipe = load("digits", f"output={tmp_path / 'run'}")
-    tracker = Tracker(recipe, RunFolder(recipe))
+def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path, tracker):
     tracker.start(Position(0, 0, 0), 10, "top1")
     row = {"step": 1, "epoch": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.1, "samples_per_sec": ""}
     tracker.step(row)

@@ -34,74 +34,44 @@ def test_parts_that_overlap_never_exceed_the_step():
     assert sum(parts.values()) == pytest.approx(1)
 
 
+LINKS = StepParts(1, communication=0.4)
+CUTS = "mode=pipeline pipeline.cuts=[a] pipeline.microbatches=4"
+AUTO = ["pipeline.cuts=auto", "pipeline.microbatches=auto"]
+SELDOM = "mode=local_sgd local_sgd.every=20"
+
+
 @pytest.mark.parametrize(
     ("words", "measured", "setting", "bound", "overrides"),
     [
-        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=4), "data", ["data.workers=8"]),
-        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=8), "data", ["data.workers=16"]),
-        (["mode=single"], StepParts(1, data=0.61), Setting(cores=8, workers=16), "data", []),
-        (["mode=single", "augment.auto=rand"], StepParts(1, data=0.5), Setting(), "data", ["augment.auto=none"]),
-        (["mode=single"], StepParts(1, data=0.5), Setting(), "data", ["batch_size=256"]),
+        ("mode=single", StepParts(1, data=0.61), Setting(cores=8, workers=4), "data", ["data.workers=8"]),
+        ("mode=single", StepParts(1, data=0.61), Setting(cores=8, workers=8), "data", ["data.workers=16"]),
+        ("mode=single", StepParts(1, data=0.61), Setting(cores=8, workers=16), "data", []),
+        ("mode=single augment.auto=rand", StepParts(1, data=0.5), Setting(), "data", ["augment.auto=none"]),
+        ("mode=single", StepParts(1, data=0.5), Setting(), "data", ["batch_size=256"]),
+        ("mode=ddp", LINKS, Setting(4), "communication", ["batch_size=256", "ddp.compress=bf16", SELDOM]),
+        ("mode=ddp ddp.compress=bf16", LINKS, Setting(4), "communication", ["batch_size=256"]),
+        ("mode=fsdp", LINKS, Setting(4), "communication", ["batch_size=256", SELDOM]),
+        ("mode=local_sgd local_sgd.every=4", LINKS, Setting(4), "communication", ["local_sgd.every=8"]),
+        (CUTS, StepParts(1, bubble=0.4, busy=[0.2, 1.0]), Setting(2), "bubble", AUTO),
+        (CUTS, StepParts(1, bubble=0.4, busy=[0.6, 0.6]), Setting(2), "bubble", AUTO[::-1]),
+        ("mode=pipeline", StepParts(1, bubble=0.3), Setting(2), "bubble", ["batch_size=256", "mode=ddp"]),
+        ("mode=split", StepParts(1, bubble=0.5), Setting(), "bubble", ["mode=pipeline"]),
+        ("mode=pipeline", StepParts(1, bubble=0.3), Setting(2, images=200), "bubble", ["mode=ddp"]),
+        ("ema=0.9", StepParts(1, optimizer=0.4), Setting(), "optimizer", ["batch_size=256", "ema=null"]),
+        ("logging.every_steps=1", StepParts(1, logging=0.4), Setting(), "logging", ["logging.every_steps=10"]),
+        ("mode=single", StepParts(1, data=0.1), Setting(), "compute", []),
         (
-            ["mode=ddp"],
-            StepParts(1, communication=0.4),
-            Setting(4),
-            "communication",
-            ["batch_size=256", "ddp.compress=bf16", "mode=local_sgd local_sgd.every=20"],
-        ),
-        (
-            ["mode=ddp", "ddp.compress=bf16"],
-            StepParts(1, communication=0.4),
-            Setting(4),
-            "communication",
-            ["batch_size=256"],
-        ),
-        (
-            ["mode=fsdp"],
-            StepParts(1, communication=0.4),
-            Setting(4),
-            "communication",
-            ["batch_size=256", "mode=local_sgd local_sgd.every=20"],
-        ),
-        (
-            ["mode=local_sgd", "local_sgd.every=4"],
-            StepParts(1, communication=0.4),
-            Setting(4),
-            "communication",
-            ["local_sgd.every=8"],
-        ),
-        (
-            ["mode=pipeline", "pipeline.cuts=[a]", "pipeline.microbatches=4"],
-            StepParts(1, bubble=0.4, busy=[0.2, 1.0]),
-            Setting(2),
-            "bubble",
-            ["pipeline.cuts=auto", "pipeline.microbatches=auto"],
-        ),
-        (
-            ["mode=pipeline", "pipeline.cuts=[a]", "pipeline.microbatches=4"],
-            StepParts(1, bubble=0.4, busy=[0.6, 0.6]),
-            Setting(2),
-            "bubble",
-            ["pipeline.microbatches=auto", "pipeline.cuts=auto"],
-        ),
-        (["mode=pipeline"], StepParts(1, bubble=0.3), Setting(2), "bubble", ["batch_size=256", "mode=ddp"]),
-        (["mode=split"], StepParts(1, bubble=0.5), Setting(), "bubble", ["mode=pipeline"]),
-        (["mode=pipeline"], StepParts(1, bubble=0.3), Setting(2, images=200), "bubble", ["mode=ddp"]),
-        (["ema=0.9"], StepParts(1, optimizer=0.4), Setting(), "optimizer", ["batch_size=256", "ema=null"]),
-        (["logging.every_steps=1"], StepParts(1, logging=0.4), Setting(), "logging", ["logging.every_steps=10"]),
-        (["mode=single"], StepParts(1, data=0.1), Setting(), "compute", []),
-        (
-            ["mode=single", "channels_last=false"],
+            "mode=single channels_last=false",
             StepParts(1),
             Setting(gpu=True),
             "compute",
             ["channels_last=true", "precision=bf16", "compile=true"],
         ),
-        (["mode=dp"], StepParts(1), Setting(gpu=True), "compute", ["precision=bf16"]),  # dp refuses compile
+        ("mode=dp", StepParts(1), Setting(gpu=True), "compute", ["precision=bf16"]),  # dp refuses compile
     ],
 )
 def test_bound_and_what_to_try(words, measured, setting, bound, overrides):
-    found = judge(measured, RUN, load(None, *words), setting)
+    found = judge(measured, RUN, load(None, *words.split()), setting)
     assert (found.bound, list(found.overrides)) == (bound, overrides)
     assert all(word in found.sentence for word in overrides)
     assert "try" in found.sentence.lower() or not overrides

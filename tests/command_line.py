@@ -80,9 +80,19 @@ def told_to_type(text):
     return [command.replace(" ... ", " recipe=digits ") for command in told]
 
 
+def latest(*words):
+    """Words of which each key counts as it was given last."""
+    return [*{word.partition("=")[0]: word for word in words}.values()]
+
+
+def rows(file):
+    """A CSV file's, by the names in its first line."""
+    with Path(file).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
 def steps(folder):
-    with (Path(folder) / "steps.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return rows(Path(folder) / "steps.csv")
 
 
 def losses(folder):
@@ -104,6 +114,15 @@ def torchrun(*words, arguments=(), env=None, cwd=None):
     finally:
         started.kill()  # its ranks ask the kernel to die with it
         started.wait()
+
+
+def wait_for(condition, process=None, seconds=60):
+    """Until it holds; a process that is to bring it about runs on till then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, "ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def free_port():

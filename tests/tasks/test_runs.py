@@ -1,11 +1,10 @@
 """Each kind of task through the real command line, in every mode: the numbers of `single`."""
 
-import csv
 from functools import cache
 
 import pytest
 
-from tests.command_line import BARE, QUIET, losses, ok, result, steps, trainer
+from tests.command_line import QUIET, latest, losses, ok, result, rows, steps, trainer
 from tests.training.test_resume_modes import APART, MODES
 
 PLUGIN = """
@@ -17,26 +16,21 @@ from trainer import Classification, Task, register_dataset, register_model, regi
 def images(count, seed):
     return torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
+def both_parts(targets):
+    return [(found, targets(found)) for found in (images(96, 0), images(37, 1))]
+
 @register_dataset("bright")  # which pixels are bright, in images and as dense targets
 def bright(data):
-    def part(count, seed):
-        found = images(count, seed)
-        return found, (found[:, 0] > 127).long()
-    return part(96, 0), part(37, 1), ["dark", "bright"]
+    return *both_parts(lambda found: (found[:, 0] > 127).long()), ["dark", "bright"]
 
 @register_dataset("levels")  # the mean of each image, as a value
 def levels(data):
-    def part(count, seed):
-        found = images(count, seed)
-        return found, found.float().mean((1, 2, 3)) / 255
-    return part(96, 0), part(37, 1), ["level"]
+    return *both_parts(lambda found: found.float().mean((1, 2, 3)) / 255), ["level"]
 
 @register_dataset("corners")  # which corners of each image are bright: several labels
 def corners(data):
-    def part(count, seed):
-        found = images(count, seed)
-        return found, found[:, 0, ::7, ::7].flatten(1) > 127
-    return part(96, 0), part(37, 1), ["top left", "top right", "bottom left", "bottom right"]
+    names = ["top left", "top right", "bottom left", "bottom right"]
+    return *both_parts(lambda found: found[:, 0, ::7, ::7].flatten(1) > 127), names
 
 @register_dataset("measured")  # inputs that are no images
 def measured(data):
@@ -62,15 +56,16 @@ def pixels(num_classes, channels, image_size):
     wide = lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()]
     return nn.Sequential(*wide(channels, 8), *wide(8, 8), *wide(8, 8), nn.Conv2d(8, num_classes, 1))
 
+def deep(num_classes):
+    return *(part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))), nn.Linear(16, num_classes)
+
 @register_model("dense")
 def dense(num_classes, channels, image_size):
-    middle = [part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))]
-    return nn.Sequential(nn.Linear(channels, 16), *middle, nn.Linear(16, num_classes))
+    return nn.Sequential(nn.Linear(channels, 16), *deep(num_classes))
 
 @register_model("tokens")
 def tokens(num_classes, channels, image_size):
-    middle = [part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))]
-    return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(48, 16), *middle, nn.Linear(16, num_classes))
+    return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(48, 16), *deep(num_classes))
 
 @register_task("focal")
 class Focal(Classification):
@@ -108,6 +103,7 @@ KINDS = {
     "weighted": ["recipe=digits", "model.name=cnn_gn", "loss.class_weights=balanced", "augment.cutmix=1"],
 }
 METRICS = {"focal": "top1", "multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
+BEST = METRICS | {"regression": "loss"}  # by which the best epoch is chosen
 DIAGONAL = {
     ("multilabel mixed", "1f1b"),
     ("regression", "split"),
@@ -150,10 +146,10 @@ def words(kind):
 def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
     if (kind, mode) not in DIAGONAL and not full:
         pytest.skip("a sample; --all takes every one")
-    ok(*words(kind), *MODES[mode], *BARE, f"output={tmp_path / 'run'}", cwd=home)
+    ok(*words(kind), *MODES[mode], f"output={tmp_path / 'run'}", cwd=home)
     ours, reference = result(tmp_path / "run"), result(single(kind))
     metric = METRICS[ours["task"]]
-    assert ours[f"val_{metric}"] is not None and ours[f"best_{reference_metric(ours)}"] is not None
+    assert ours[f"val_{metric}"] is not None and ours[f"best_{BEST[ours['task']]}"] is not None
     assert ours["data"]["val_samples"] == reference["data"]["val_samples"]
     if mode in APART:
         return
@@ -162,18 +158,10 @@ def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
         assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4)
 
 
-def reference_metric(found):
-    """By which the best epoch is chosen."""
-    (key,) = (key for key in found if key.startswith("best_") and key != "best_epoch")
-    return key.removeprefix("best_")
-
-
 @pytest.mark.parametrize("kind", ["segmentation", "tokens", pytest.param("multilabel", marks=pytest.mark.full)])
 def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
     folder = tmp_path / "run"
-    killed = trainer(
-        *words(kind), "mode=ddp", "nproc=2", f"output={folder}", cwd=home, env={"TRAINER_FAULT": "kill@1:5"}
-    )
+    killed = trainer(*words(kind), *MODES["ddp"], f"output={folder}", cwd=home, env={"TRAINER_FAULT": "kill@1:5"})
     assert killed.returncode != 0 and [row["step"] for row in steps(folder)][-1] in ("3", "4")
     ok(*words(kind), *MODES["split"], f"output={folder}", "resume=auto", cwd=home)
     assert losses(folder) == pytest.approx(losses(single(kind)), rel=1e-4)
@@ -189,48 +177,34 @@ def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
         ("segmentation", ["augment.hflip=0.5"], "augment.hflip=0.5 moves pixels, and the targets of data.name=bright"),
         ("segmentation", ["data.image_size=16"], "its images are 8 x 8 and would become 16 x 16"),
         ("segmentation", ["task.name=classification"], r"labels must be whole numbers, one for each sample"),
-        (
-            "measurements",
-            ["augment.hflip=0.5"],
-            "augment.hflip=0.5 is for images, and the inputs of data.name=measured",
-        ),
+        ("measurements", ["augment.hflip=0.5"], "is for images, and the inputs of data.name=measured"),
         ("measurements", ["model.name=cnn"], "model.name=cnn cannot read inputs of (5,)"),
-        (
-            "weighted",
-            ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"],
-            "targets must be numbers",
-        ),
+        ("weighted", ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"], "must be numbers"),
         ("focal", ["task.name=promising"], "its metrics are loss, top1, top5, without iou"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(kind, more, says, home, tmp_path):
-    changed = {word.partition("=")[0]: word for word in (*words(kind), *more)}.values()
-    done = trainer(*changed, "mode=single", f"output={tmp_path / 'run'}", cwd=home)
+    done = trainer(*latest(*words(kind), *more), "mode=single", f"output={tmp_path / 'run'}", cwd=home)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-def rows_of(folder):
-    with (folder / "predictions.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_predictions_of_each_task(single, home, tmp_path):
     """Probabilities of several classes, values in their order; and what has neither names nor images is told."""
-    ok("predict", f"checkpoint={single('multilabel mixed')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
-       f"output={tmp_path / 'several'}", cwd=home)  # fmt: skip
-    found = rows_of(tmp_path / "several")
+    plain = ["plugin=own_tasks", "devices=[cpu]", "logging.progress=false"]
+
+    def predict(kind, start=ok):
+        return start("predict", f"checkpoint={single(kind)}", *plain, f"output={tmp_path / kind}", cwd=home)
+
+    predict("multilabel mixed")
+    found = rows(tmp_path / "multilabel mixed" / "predictions.csv")
     assert len(found) == 37 and all(row["label"] == "" and row["error"] == "" for row in found)
     told = [[part.rpartition("=") for part in row["top5"].split(";")] for row in found]
-    assert all({name for name, _, _ in each} == CORNERS for each in told)
+    corners = {"top left", "top right", "bottom left", "bottom right"}
+    assert all({name for name, _, _ in each} == corners for each in told)
     assert all(0 < float(number) < 1 for each in told for _, _, number in each)
     assert any(sum(float(number) for _, _, number in each) > 1.2 for each in told), "no softmax"
-    ok("predict", f"checkpoint={single('regression')}", "plugin=own_tasks", "devices=[cpu]", QUIET[0],
-       f"output={tmp_path / 'values'}", cwd=home)  # fmt: skip
-    assert {row["class"] for row in rows_of(tmp_path / "values")} == {"level"}
+    predict("regression")
+    assert {row["class"] for row in rows(tmp_path / "regression" / "predictions.csv")} == {"level"}
     for kind, says in (("segmentation", "task.name=segmentation has no `ranked`"), ("measurements", "than images")):
-        gone = trainer("predict", f"checkpoint={single(kind)}", "plugin=own_tasks", QUIET[0],
-                       f"output={tmp_path / kind}", cwd=home)  # fmt: skip
+        gone = predict(kind, trainer)
         assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, gone.stderr
-
-
-CORNERS = {"top left", "top right", "bottom left", "bottom right"}

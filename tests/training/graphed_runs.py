@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 import trainer
-from tests.command_line import result, steps
+from tests.command_line import latest, result, steps
 from tests.simulated.simcuda.runs import alone
 from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
 from trainer.processes import faults
@@ -104,13 +104,6 @@ class FromTheHost(Noisy):
         return super().forward(x) * (1 + torch.tensor(self.passes[0]) / 64)
 
 
-class Plain(Noisy):
-    """No random numbers: ranks and resumed runs compare."""
-
-    def forward(self, x):
-        return self.head(self.norm(self.first(x)).relu().mean((2, 3)))
-
-
 class Hooked(Noisy):
     """What its user looks at in each pass."""
 
@@ -164,20 +157,7 @@ class WaitsOnOne(Noisy):
 
 
 SEEN: list[torch.Size] = []
-for kind in (
-    Expanded,
-    Anneals,
-    Drifts,
-    WaitsOnOne,
-    Hooked,
-    Noisy,
-    HostDraws,
-    Waits,
-    Counts,
-    Replaces,
-    FromTheHost,
-    Plain,
-):
+for kind in (Noisy, *Noisy.__subclasses__()):
     trainer.register_model(kind.__name__.lower())(kind)
 
 
@@ -230,7 +210,7 @@ def train(
     kind: type[CpuRecorder] = CpuRecorder,
     nan_at: Sequence[int] = (),
 ) -> Left:
-    """A run in this process; with graphs=true or auto among `words` on a CPU that has graphs.
+    """A run in this process, on a CPU that has graphs.
 
     Args:
         patches: (owner, attribute, value) for its duration.
@@ -238,10 +218,8 @@ def train(
         kind: of recorder.
         nan_at: steps whose images are no numbers.
     """
-    given = {word.partition("=")[0] for word in words.split()}
-    base = [word for word in BASE.split() if word.partition("=")[0] not in given]
-    left, graphs = Left(Path(folder)), "graphs" in given and "graphs=false" not in words
-    recipe = load(None, *base, *words.split(), f"output={folder}")
+    left = Left(Path(folder))
+    recipe = load(None, *latest(*BASE.split(), *words.split()), f"output={folder}")
 
     class Steps(step_graphs.Steps):
         def __init__(self, *given: Any) -> None:
@@ -268,7 +246,7 @@ def train(
         log(run, mean, lr, norm, window)
 
     with alone(), ExitStack() as stack:
-        left.recorders = stack.enter_context(graphs_on_the_cpu(kind) if graphs else nullcontext([]))
+        left.recorders = stack.enter_context(graphs_on_the_cpu(kind))
         own = [
             (runs, "Steps", Steps),
             (runs.Run, "__post_init__", post_init),
@@ -301,10 +279,10 @@ def differences(a: Left, b: Left) -> list[str]:
 
 
 @functools.cache
-def launched(words: str, nan_at: Sequence[int] = ()) -> Left:
+def launched(words: str) -> Left:
     """The run whose steps are launched, once for all that compare with it."""
     with tempfile.TemporaryDirectory() as folder:
-        return train(f"{words} graphs=false", Path(folder), nan_at=nan_at)
+        return train(f"{words} graphs=false", Path(folder))
 
 
 def replayed(words: str, patches: Any = (), graphs: str = "true", **more: Any) -> Left:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ def net():
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 
 
+OWN = {**SHORT, "model": net, "data": (DATA, DATA), "batch_size": 20}
+LONG = {**OWN, "max_steps": None, "epochs": 9}
+
+
 def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
     found = train("digits", "optimizer.lr=0.2", **SHORT, batch_size=32, output=tmp_path / "run")
     assert (found["recipe"], found["mode"], found["steps"], found["batch_size"]) == ("digits", "single", 2, 32)
@@ -55,11 +60,7 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
         (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
         (None, {"data": DATA}, "data= is TensorDataset: it is (training set, held-out set), and may have class nam"),
         (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised, where it needs "),
-        (
-            None,
-            {"data": (DATA, DATA), "optimizer": torch.optim.SGD},
-            "optimizer=SGD is not a value for a recipe: set o",
-        ),
+        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is not a value for a recipe: set"),
         (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
         (None, {"data": DATA.tensors}, "data= has tensors side by side, where each set is a pair"),
         ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
@@ -92,11 +93,9 @@ def test_words_are_a_recipes(word):
 def test_a_module_has_the_last_weights_afterwards(tmp_path):
     model = net()
     before = model[1].weight.detach().clone()
-    found = train(data=(DATA, DATA), **{**SHORT, "model": model}, batch_size=20, output=tmp_path / "run")
-    assert found["data"] == {"name": "TensorDataset", "synthetic": False, "train_samples": 40, "val_samples": 40} | {
-        "skipped": 0,
-        "uncached": 0,
-    }
+    found = train(**OWN | {"model": model}, output=tmp_path / "run")
+    counts = {"train_samples": 40, "val_samples": 40, "skipped": 0, "uncached": 0}
+    assert found["data"] == {"name": "TensorDataset", "synthetic": False, **counts}
     assert not torch.equal(model[1].weight, before)
     with torch.no_grad():
         right = (model.eval()(IMAGES).argmax(1) == DATA.tensors[1]).float().mean().item()
@@ -105,7 +104,7 @@ def test_a_module_has_the_last_weights_afterwards(tmp_path):
 
 def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = train(data=(DATA, DATA), **{**SHORT, "model": net()}, batch_size=20)
+    found = train(**OWN | {"model": net()})
     assert found["recipe"] == "Sequential-TensorDataset"
     assert Path(found["output"]).name.startswith("Sequential-TensorDataset-single-")
     assert trainer.load_recipe(model__name="timm:resnet50").name == "timm_resnet50-digits"
@@ -118,46 +117,37 @@ def test_a_failed_run_leaves_the_module_alone_and_no_worker(tmp_path):
     def fail(report):
         raise ZeroDivisionError("mine")
 
-    words = {**SHORT, "model": model, "data__workers": 1, "output": tmp_path / "run"}
+    words = {**OWN, "model": model, "data": (Photos(), Photos(), 2), "data__workers": 1, "output": tmp_path / "run"}
     with pytest.raises(ZeroDivisionError, match="mine") as error:
-        train(**words, data=(Photos(), Photos(), 2), batch_size=20, on_epoch=fail)
+        train(**words, on_epoch=fail)
     assert error.traceback and multiprocessing.active_children() == []
     assert torch.equal(model[1].weight, before)
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize("false", [np.bool_, bool])
-def test_a_call_hears_of_each_epoch_and_any_kind_of_false_ends_the_run_as_a_completed_one(tmp_path, false):
+def test_a_call_hears_of_each_epoch_and_any_kind_of_false_ends_the_run_as_a_completed_one(tmp_path):
+    """Of NumPy here; Python's own in test_callbacks."""
     heard = []
 
     def stop(report):
         heard.append(report)
-        return false(report.step < 3)
+        return np.bool_(report.step < 3)
 
-    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net}
-    found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", on_epoch=stop)
+    found = train(**LONG, output=tmp_path / "run", on_epoch=stop)
     assert (found["status"], found["exit_code"], found["steps"], found["epochs"]) == ("completed", 0, 4, 2)
     assert (tmp_path / "run" / "last.safetensors").is_file() and found["ended_by"] == "callback"
-    assert [(type(report), report.epoch, report.epochs, report.step) for report in heard] == [
-        (EpochReport, 1, 9, 2),
-        (EpochReport, 2, 9, 4),
-    ]
+    assert [(report.epoch, report.epochs, report.step) for report in heard] == [(1, 9, 2), (2, 9, 4)]
+    assert isinstance(heard[0], EpochReport)
     assert heard[-1].metrics["top1"] == found["val_top1"] and heard[0].best
     assert [report.train_loss for report in heard] == found["losses"]
 
 
 def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
-    words = {**SHORT, "max_steps": None, "epochs": 9, "model": net, "logging__every_steps": 1}
+    words = {**LONG, "logging__every_steps": 1, "output": tmp_path / "run"}
     with pytest.raises(Interrupted, match=r"Ctrl-C.*\bstep \d"):
-        train(
-            **words,
-            data=(DATA, DATA),
-            batch_size=20,
-            output=tmp_path / "run",
-            on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.epoch == 1 else None,
-        )
+        train(**words, on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.epoch == 1 else None)
     assert result(tmp_path / "run")["status"] == "preempted"
-    found = train(**words, data=(DATA, DATA), batch_size=20, output=tmp_path / "run", resume="auto")
+    found = train(**words, resume="auto")
     assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
 
 
@@ -185,33 +175,23 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied_and_are_continued(tmp_path, mode):
     model = Tied()
     before = model.first.weight.detach().clone()
-    words = {**SHORT, **mode, "max_steps": None, "epochs": 2, "model": model, "output": tmp_path / "run"}
-    train(**words, data=(DATA, DATA), batch_size=20, on_epoch=lambda report: False)
+    words = {**LONG, **mode, "epochs": 2, "model": model, "output": tmp_path / "run"}
+    train(**words, on_epoch=lambda report: False)
     assert model.second.weight is model.first.weight and not torch.equal(model.first.weight, before)
-    found = train(**words, data=(DATA, DATA), batch_size=20, resume="auto")
+    found = train(**words, resume="auto")
     assert (found["epochs"], found["status"]) == (2, "completed")
 
 
 def test_one_run_at_a_time_in_a_process(tmp_path):
+    def elsewhere(output):
+        """The error of a run in another thread."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(train, "digits", **SHORT, output=tmp_path / output).exception()
+
     told = []
-
-    def within(report):
-        def other():
-            try:
-                train("digits", **SHORT, output=tmp_path / "second")
-            except RecipeError as error:
-                told.append(str(error))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-
-    train("digits", **SHORT, output=tmp_path / "first", on_epoch=within)
-    assert len(told) == 1 and "train()" in told[0]
-    thread = threading.Thread(target=lambda: told.append(train("digits", **SHORT, output=tmp_path / "third")["status"]))
-    thread.start()
-    thread.join()
-    assert told[1:] == ["completed"]
+    train("digits", **SHORT, output=tmp_path / "first", on_epoch=lambda report: told.append(elsewhere("second")))
+    assert isinstance(told[0], RecipeError) and "train()" in str(told[0])
+    assert elsewhere("third") is None and result(tmp_path / "third")["status"] == "completed"
 
 
 def test_the_process_is_as_it_was(tmp_path):

@@ -21,24 +21,17 @@ trainer.train("digits", mode="single", model="mlp", on_epoch=look, epochs=1, out
 """
 
 
-def spoken(known, capsys):
-    """The banner's lines."""
-    tracker = object.__new__(Tracker)
-    tracker._bar = None
-    facts = {"mode": "ddp, 2 ranks, 1 thread each", "model": "m", "computes": "fp32", "data": "d", "steps": "s"}
-    facts |= {"folder": "x", **known}
-    world = SimpleNamespace(devices=("cpu:0", "cpu:1"))
-    tracker.path = "my run"
-    observer, recipe = SimpleNamespace(banner_lines=facts), SimpleNamespace(name="r", mode="ddp")
-    banner.say(SimpleNamespace(tracker=tracker, observer=observer, world=world, recipe=recipe))
-    return capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 9])
 def test_few_lines_however_much_there_is_to_say(count, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    known = {f"note{n}": f"{n} " + "words that go on " * 40 for n in range(count)}
-    lines = spoken({**known, "balance": "urgent"}, capsys)
+    tracker = object.__new__(Tracker)
+    tracker._bar, tracker.path = None, "my run"
+    facts = {"mode": "ddp, 2 ranks, 1 thread each", "model": "m", "computes": "fp32", "data": "d", "steps": "s"}
+    notes = {f"note{n}": f"{n} " + "words that go on " * 40 for n in range(count)}
+    observer = SimpleNamespace(banner_lines={**facts, "folder": "x", **notes, "balance": "urgent"})
+    world, recipe = SimpleNamespace(devices=("cpu:0", "cpu:1")), SimpleNamespace(name="r", mode="ddp")
+    banner.say(SimpleNamespace(tracker=tracker, observer=observer, world=world, recipe=recipe))
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= LINES and all(len(line) <= COLUMNS for line in lines)
     assert lines[0].endswith("ddp on 2 x cpu, fp32") and lines[4].split() == ["balance", "urgent"]
     assert lines[-1].endswith("python -m trainer runs show 'my run'")

@@ -26,15 +26,9 @@ def decide(report):
     return report.epoch < 2
 
 
-MODES = {
-    "ddp": {"mode": "ddp", "nproc": 2},
-    "streams": {"mode": "pipeline", "devices": ["cpu", "cpu"], "pipeline__schedule": "streams"},
-    "local_sgd": {"mode": "local_sgd", "nproc": 2},
-    "pipeline": {"mode": "pipeline", "nproc": 2, "pipeline__microbatches": 2},
-    "fsdp": {"mode": "fsdp", "nproc": 2},
-    "hogwild": {"mode": "hogwild", "nproc": 2},
-}
-FAST = ("ddp",)
+MODES = {mode: {"mode": mode, "nproc": 2} for mode in ("ddp", "local_sgd", "pipeline", "fsdp", "hogwild")}
+MODES["streams"] = {"mode": "pipeline", "devices": ["cpu", "cpu"], "pipeline__schedule": "streams"}
+MODES["pipeline"]["pipeline__microbatches"] = 2
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +46,7 @@ def test_a_callback_logs_and_ends_the_run(single):
     assert (found["epochs"], found["ended_by"]) == (2, "callback")
 
 
-@pytest.mark.parametrize("mode", [m if m in FAST else pytest.param(m, marks=pytest.mark.full) for m in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.full] * (m != "ddp")) for m in MODES])
 def test_it_does_in_every_mode(single, tmp_path, mode):
     folder = tmp_path / "run"
     train(**{**WORDS, **MODES[mode]}, on_epoch=decide, output=folder)

@@ -23,18 +23,17 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def everywhere(home, size=3):
+here = threading.local()
+
+
+def everywhere(home):
     """What each rank gets, and how many pieces were sent."""
 
     def work(world):
+        here.rank = world.rank
         return on_every_rank(newest(home, refuse) if world.is_main else None, world), world.sent
 
-    return on_ranks(size, work)
-
-
-def test_ranks_that_find_it_read_it_where_it_is(home):
-    for state, sent in everywhere(home):
-        assert same(state, make(7)) and not sent
+    return on_ranks(3, work)
 
 
 def test_no_checkpoint_is_none_everywhere(tmp_path):
@@ -42,19 +41,15 @@ def test_no_checkpoint_is_none_everywhere(tmp_path):
     assert on_ranks(1, lambda world: on_every_rank(None, world)) == [None]
 
 
-@pytest.mark.parametrize("blind", [[1], [2], [1, 2]])
-def test_ranks_that_do_not_find_it_are_sent_it(blind, home, monkeypatch):
-    here, files = threading.local(), len(os.listdir("/proc/self/fd"))
+@pytest.mark.parametrize("blind", [[], [1], [2], [1, 2]])
+def test_ranks_read_it_where_it_is_and_are_sent_it_where_they_do_not_find_it(blind, home, monkeypatch):
+    files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(resuming, "found_here", lambda *words: None if here.rank in blind else found_here(*words))
-
-    def work(world):
-        here.rank = world.rank
-        return on_every_rank(newest(home, refuse) if world.is_main else None, world)
-
-    states = on_ranks(3, work)
+    found = everywhere(home)
+    assert all(bool(sent) == bool(blind) for _, sent in found)
     shutil.rmtree(home / "checkpoints")
-    assert all(same(state, make(7)) for state in states), "also when the folder is gone"
-    states.clear()
+    assert all(same(state, make(7)) for state, _ in found), "also when the folder is gone"
+    found.clear()
     assert len(os.listdir("/proc/self/fd")) == files
 
 

@@ -14,25 +14,25 @@ from trainer.recipe import load
 from trainer.saving import checkpoint
 
 WORDS = ["data.name=synthetic", "data.image_size=8", "data.samples=96", "data.val_samples=20", "model.name=cnn"]
-WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0"]
-WORDS += [*QUIET]
+WORDS += ["compile=true", "batch_size=32", "optimizer.lr=0.01", "threads=1", "data.workers=0", *QUIET]
 CUT = ["pipeline.cuts=[4]", "pipeline.microbatches=2"]
 ALL_ON = ["accumulate=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1"]
-WAYS = {
-    "single": ["mode=single"],
-    "ddp": ["mode=ddp", "nproc=2"],
-    "split": ["mode=split", "devices=[cpu,cpu]", CUT[0]],
-    "recomputed": ["mode=split", "devices=[cpu,cpu]", CUT[0], "recompute=true"],
-    "streams": ["mode=pipeline", "devices=[cpu,cpu]", *CUT],
-    "1f1b": ["mode=pipeline", "nproc=2", *CUT],
-    "gpipe": ["mode=pipeline", "nproc=2", "pipeline.schedule=gpipe", *CUT],
-    "interleaved1f1b": ["mode=pipeline", "nproc=2", "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=2"],
-    "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "fsdp": ["mode=fsdp", "nproc=2"],
-    "single, anew": ["mode=single", "recompute=true"],
-    "ddp, anew": ["mode=ddp", "nproc=2", "recompute=true", "sync_bn=true"],
-    "fsdp, anew": ["mode=fsdp", "nproc=2", "recompute=true"],
+EACH = None  # a graph for each run of blocks that are alike, not one more that computes it anew
+WAYS = {  # words, and how many stages or units a rank compiles
+    "single": (["mode=single"], 1),
+    "ddp": (["mode=ddp", "nproc=2"], 1),
+    "split": (["mode=split", "devices=[cpu,cpu]", CUT[0]], 2),
+    "recomputed": (["mode=split", "devices=[cpu,cpu]", CUT[0], "recompute=true"], 2),
+    "streams": (["mode=pipeline", "devices=[cpu,cpu]", *CUT], 2),
+    "1f1b": (["mode=pipeline", "nproc=2", *CUT], 1),
+    "gpipe": (["mode=pipeline", "nproc=2", "pipeline.schedule=gpipe", *CUT], 1),
+    "interleaved1f1b": (["mode=pipeline", "nproc=2", "pipeline.schedule=interleaved1f1b", CUT[1]], 2),
+    "sync_bn": (["mode=ddp", "nproc=2", "sync_bn=true"], 1),
+    "local_sgd": (["mode=local_sgd", "nproc=2"], 1),
+    "fsdp": (["mode=fsdp", "nproc=2"], 4),
+    "single, anew": (["mode=single", "recompute=true"], EACH),
+    "ddp, anew": (["mode=ddp", "nproc=2", "recompute=true", "sync_bn=true"], EACH),
+    "fsdp, anew": (["mode=fsdp", "nproc=2", "recompute=true"], 4),
 }
 OFTEN = ("single", "1f1b", "single, anew")
 
@@ -51,20 +51,11 @@ def counted(path, *words, **env):
 @pytest.mark.parametrize("way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.full) for w in WAYS])
 def test_one_graph_a_stage_trains_and_one_evaluates(way, tmp_path, full):
     """With an evaluation between two epochs, accumulation, averages that are swapped in, mixed images; and resumed."""
-    ranks = 2 if "nproc=2" in WAYS[way] else 1
-    runs = len(runs_of(build(load(None, *WORDS).model, 10, 3, 8)))  # a graph each, not one more that computes it anew
-    stages = {
-        "single, anew": runs,
-        "ddp, anew": runs,
-        "fsdp, anew": 4,
-        "split": 2,
-        "recomputed": 2,
-        "streams": 2,
-        "interleaved1f1b": 2,
-        "fsdp": 4,
-    }.get(way, 1)  # a rank; units
+    ways, stages = WAYS[way]
+    ranks = 2 if "nproc=2" in ways else 1
+    stages = stages or len(runs_of(build(load(None, *WORDS).model, 10, 3, 8)))
     expected = {(str(rank), training): stages for rank in range(ranks) for training in (True, False)}
-    words = [*WAYS[way], *ALL_ON, f"output={tmp_path / 'run'}", "epochs=2"]
+    words = [*ways, *ALL_ON, f"output={tmp_path / 'run'}", "epochs=2"]
     if full or way == "single":
         assert counted(tmp_path / "graphs", *words, TRAINER_FAULT="kill@0:5") == expected
     assert counted(tmp_path / "graphs", *words, "resume=auto") == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,28 +40,19 @@ SLOW = """
     def sleepy(data):
         return Sleepy(128), Sleepy(8), list("0123456789")
 """
-SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "seed=0"]
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
-    return tmp_path
-
-
-def judged(folder: Path, *words: str) -> dict:
-    done = ok(*words, *SMALL, "output=run", cwd=folder)
-    found = result(folder / "run")["verdict"]
-    assert f"verdict {' '.join(found['sentence'].split())}" in " ".join(done.stdout.split())  # it is wrapped
-    assert sum(found["step"].values()) == pytest.approx(1) and sum(found["run"].values()) == pytest.approx(1)
-    assert found["probe_seconds"] <= 0.02 * result(folder / "run")["seconds"]  # 1 %, and the last pass's surprise
-    return found
 
 
 @pytest.mark.slow
-def test_a_dataset_that_sleeps(slow):
+def test_a_dataset_that_sleeps(tmp_path):
+    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
     words = ["recipe=digits_single", "plugin=slow", "data.name=sleepy", "data.workers=1", "batch_size=8", "threads=1"]
-    found = judged(slow, *words, "data.channels=1", "data.image_size=8", "epochs=2")
+    words += ["data.channels=1", "data.image_size=8", "epochs=2", "output=run", "seed=0"]
+    words += ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null"]
+    done = ok(*words, cwd=tmp_path)
+    found = result(tmp_path / "run")["verdict"]
+    assert f"verdict {' '.join(found['sentence'].split())}" in " ".join(done.stdout.split())  # it is wrapped
+    assert sum(found["step"].values()) == pytest.approx(1) and sum(found["run"].values()) == pytest.approx(1)
+    assert found["probe_seconds"] <= 0.02 * result(tmp_path / "run")["seconds"]  # 1 %, and the last pass's surprise
     assert found["bound"] == "data" and found["step"]["data"] > 0.5, found
     assert found["try"] == ["data.workers=2"]
 

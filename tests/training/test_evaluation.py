@@ -40,14 +40,13 @@ def test_ranks_without_outputs_add_nothing(name):
     """As in a pipeline: two of three ranks have outputs, each of its own samples."""
     outputs, targets = torch.randn(10, 3), torch.arange(10) % 3
     task = task_of(name)
-    targets = targets if name == "classification" else torch.nn.functional.one_hot(targets, 3).float()
-    whole = Sums(task)
+    targets = targets if name == "classification" else nn.functional.one_hot(targets, 3).float()
+    whole, parts = Sums(task), (slice(0), slice(0, 4), slice(4, 10))
     whole.add(outputs, targets, 10)
 
     def work(world):
-        sums = Sums(task)
+        sums, own = Sums(task), parts[world.rank]
         if world.rank:
-            own = slice(0, 4) if world.rank == 1 else slice(4, 10)
             sums.add(outputs[own], targets[own], len(outputs[own]))
         return sums.metrics(world)
 
@@ -87,8 +86,7 @@ def batches(total, rows):
 
 @pytest.mark.parametrize("total", range(1, 18))
 def test_uneven_tails(total):
-    alone = World(Place(), torch.device("cpu"), 1, ("cpu",))
     seen = []
-    found = evaluate(Fixed(), batches(total, 4), alone, seen.append)
+    found = evaluate(Fixed(), batches(total, 4), ALONE, seen.append)
     assert found["val_samples"] == total and found["val_top1"] == 1 and found["val_top5"] == 1
     assert seen == list(range(1, -(-total // 4) + 1))

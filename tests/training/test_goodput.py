@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, result, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer, wait_for
 from trainer.commands import runs
 from trainer.data.folders.layout import NOTHING_BEFORE
 from trainer.recipe import load
@@ -20,42 +20,26 @@ from trainer.training.setup import Claim
 RUN = ["recipe=digits", "mode=single", "threads=1", "model.name=mlp", "batch_size=96", "save.every_steps=5"]
 
 
-def when(condition, patience=60.0):
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def add_up(found):
-    assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"])
-    assert found["seconds"]["steps"] == pytest.approx(found["fraction"] * found["wall_s"])
-    assert all(seconds >= 0 for seconds in found["seconds"].values())
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory):
-    """A run that ended in several ways before it was completed; its folder, and its seconds seen from outside."""
-    folder = tmp_path_factory.mktemp("goodput") / "run"
+def test_every_end_has_its_cause_and_the_parts_add_up(tmp_path):
+    """Of a run that ended in several ways before it was completed, beside its seconds seen from outside."""
+    folder = tmp_path / "run"
     words = [*RUN, *QUIET, "epochs=4", f"output={folder}", "resume=auto"]
     trainer("version")  # what starts processes is warm
     begun = time.monotonic()
     for fault in ("kill@0:3", "oom@0:8", "nan@0:12", "full@0:18"):
         trainer(*words, env={"TRAINER_FAULT": fault})
     ok(*words)
-    return folder, time.monotonic() - begun
-
-
-def test_every_end_has_its_cause_and_the_parts_add_up(story):
-    folder, outside = story
+    outside = time.monotonic() - begun
     found = result(folder)["goodput"]
     causes = ["killed", "out of memory", "not finite", "disk full", "completed"]
     assert [end["cause"] for end in found["ends"]] == causes and found["attempts"] == 5
     assert [line.resumed for line in read_journal(folder / JOURNAL)[0]] == [0, 0, 5, 10, 15]
-    add_up(found)
-    assert 0.5 * outside < found["wall_s"] < outside
-    assert {"redone steps", "evaluation", "saving", "start-up: imports", "start-up: model"} <= found["seconds"].keys()
-    assert found["seconds"].get("other", 0) < 0.3 * found["wall_s"] and not found["notes"]
+    parts, wall = found["seconds"], found["wall_s"]
+    assert sum(parts.values()) == pytest.approx(wall) and all(seconds >= 0 for seconds in parts.values())
+    assert parts["steps"] == pytest.approx(found["fraction"] * wall)
+    assert 0.5 * outside < wall < outside
+    assert {"redone steps", "evaluation", "saving", "start-up: imports", "start-up: model"} <= parts.keys()
+    assert parts.get("other", 0) < 0.3 * wall and not found["notes"]
 
 
 def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
@@ -65,7 +49,7 @@ def test_a_signal_in_the_start_up_and_one_in_a_step(tmp_path, monkeypatch):
     path = tmp_path / "run" / JOURNAL
     for number, begun in enumerate((lambda line: True, lambda line: line.step > 20)):
         with warm.Popen(command, env=environment()) as running:
-            when(lambda n=number, begun=begun: any(map(begun, read_journal(path)[0][n:])))
+            wait_for(lambda n=number, begun=begun: any(map(begun, read_journal(path)[0][n:])))
             if number:
                 assert runs.command(["show", "run"]).count("  step ") == 1
             running.send_signal(signal.SIGTERM)

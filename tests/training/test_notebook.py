@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,31 +66,21 @@ trainer.train("digits", epoch=2)
 """
 
 
-def executed(sources: Sequence[str], folder: Path, raises: Collection[int] = ()):
-    """The cells of a notebook that a kernel has executed in a folder; those in `raises` may end in an exception."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
-    for number in raises:
-        book.cells[number].metadata["tags"] = ["raises-exception"]
-    client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
-    before = dict(os.environ)
-    os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
-    warm.everything()  # the kernel and what it starts
-    try:
-        client.execute()
-    finally:
-        warm.what_is_asked_for()
-        os.environ.clear()
-        os.environ.update(before)
-    return book.cells
-
-
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory):
-    """Each cell's outputs, by its name, and the folder that the kernel worked in."""
+    """Each cell's outputs, by its name, and the folder that the kernel worked in; the last may end in an exception."""
     folder = tmp_path_factory.mktemp("notebook")
     sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
-    _, *done = executed([PREPARED, *sources.values()], folder, raises=[len(sources)])
-    return {name: cell.outputs for name, cell in zip(sources, done, strict=True)}, folder
+    book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, (PREPARED, *sources.values()))])
+    book.cells[-1].metadata["tags"] = ["raises-exception"]
+    client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
+    with mock.patch.dict(os.environ, environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder))):
+        warm.everything()  # the kernel and what it starts
+        try:
+            client.execute()
+        finally:
+            warm.what_is_asked_for()
+    return {name: cell.outputs for name, cell in zip(sources, book.cells[1:], strict=True)}, folder
 
 
 def value(outputs) -> str:

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.command_line import ok, result, suggested
+from tests.command_line import latest, ok, result, suggested
 from tests.telemetry.event_values import scalars
 from trainer.recipe import load
 from trainer.saving.journal import read_journal
@@ -36,7 +36,7 @@ STRAINED = """
 
     class Meter(run.StrainMeter):
         def read(self):
-            return Strain(12.0, {found})
+            return Strain(12.0, others=0.55)
 
     run.StrainMeter = Meter
 """
@@ -51,12 +51,6 @@ VARIED = [
     ["optimizer.name=adamw", "optimizer.lr=0.002"], ["max_steps=40"], ["stop.patience=1"], ["model.num_classes=12"],
     ["schedule.warmup_epochs=3"],
 ]  # fmt: skip
-
-
-@pytest.fixture
-def made(tmp_path):
-    (tmp_path / "made.py").write_text(textwrap.dedent(MADE))
-    return tmp_path
 
 
 def trained(folder, *words):
@@ -98,16 +92,16 @@ def test_a_loss_above_guessing(tmp_path):
     assert result(tmp_path / "lower")["train_loss"] < end["train_loss"] / 10
 
 
-def test_accuracy_at_the_largest_class(made):
+def test_accuracy_at_the_largest_class(tmp_path):
+    (tmp_path / "made.py").write_text(textwrap.dedent(MADE))
     words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
-    meanwhile, end = trained(made, *words, "ema=null", "model.name=mlp")
+    meanwhile, end = trained(tmp_path, *words, "ema=null", "model.name=mlp")
     assert learning(end) == {"accuracy"} and "labels are right" in end["warnings"]["accuracy"]
     assert sum("accuracy is stuck" in line for line in meanwhile) == 1
 
 
 def test_a_machine_that_cannot_compute(tmp_path):
-    found = "others=0.55"
-    (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED.format(found=found)))
+    (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED))
     meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
     [line] = [line for line in meanwhile if "other programs" in line]
     assert all(word in line and word in end["verdict"]["sentence"] for word in ("55%", "type top"))
@@ -146,11 +140,7 @@ SLOW = """
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "compute"),
-    [
-        ("ddp", False),
-        pytest.param("fsdp", True, marks=pytest.mark.full),
-        pytest.param("local_sgd", True, marks=pytest.mark.full),
-    ],
+    [("ddp", False), *(pytest.param(mode, True, marks=pytest.mark.full) for mode in ("fsdp", "local_sgd"))],
 )
 def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
     """With windows of a moment."""
@@ -174,21 +164,15 @@ def test_ranks_and_stages_notice_alike(tmp_path):
         assert learning(result(tmp_path / mode)) == {"accuracy"}, mode
 
 
-def healthy(number, folder):
-    """What a run that is well is told of its learning, at the end and before."""
-    (model, rate), varied = LEARNS[number % len(LEARNS)], VARIED[number % len(VARIED)]
-    words = [f"model.name={model}", f"optimizer.lr={rate}", f"epochs={4 + number % 5}", f"seed={number}"]
-    given = {word.partition("=")[0] for word in varied}
-    kept = [word for word in words if word.partition("=")[0] not in given]
-    meanwhile, end = trained(folder, *DIGITS, *kept, *varied)
-    before = [line for line in meanwhile if not re.match("other programs", line)]
-    return [*learning(end), *before], [*kept, *varied], end["losses"], end["val_top1"]
-
-
 FULL = pytest.mark.full("a hundred runs")
 
 
 @pytest.mark.parametrize("number", [7, *(pytest.param(number, marks=FULL) for number in range(102) if number != 7)])
 def test_healthy_runs_are_told_nothing(number, tmp_path):
-    wrong, *run = healthy(number, tmp_path)
-    assert not wrong, run
+    """Of their learning, at the end and before."""
+    (model, rate), varied = LEARNS[number % len(LEARNS)], VARIED[number % len(VARIED)]
+    words = [f"model.name={model}", f"optimizer.lr={rate}", f"epochs={4 + number % 5}", f"seed={number}"]
+    words = latest(*words, *varied)
+    meanwhile, end = trained(tmp_path, *DIGITS, *words)
+    before = [line for line in meanwhile if not re.match("other programs", line)]
+    assert [*learning(end), *before] == [], (words, end["losses"], end["val_top1"])

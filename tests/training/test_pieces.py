@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.command_line import QUIET, losses, ok, result, suggested, trainer
+from tests.command_line import QUIET, latest, losses, ok, result, suggested, trainer
 from tests.modes.test_parity import FP32, distances, tensors
 from trainer.data import DataShare
 from trainer.errors import DeviceMemoryError, RecipeError
@@ -18,11 +18,14 @@ from trainer.saving import checkpoint
 from trainer.training import memory_needs as choosing
 from trainer.training.state import Resolved
 
-DATA = ["data.name=synthetic", "data.samples=64", "data.val_samples=24", "data.image_size=8", "data.channels=1"]
-WORDS = [*DATA, "batch_size=16", "epochs=2", "optimizer.lr=0.01", "threads=1", *QUIET]
-SHORT = [*WORDS, "plugin=tests.training.short_of_memory", "model.name=short"]
-CARDS = ["plugin=tests.simulated.simcuda.plugin", *WORDS, "model.name=cnn", "data.image_size=32", "max_steps=2"]
-LITTLE, MUCH = {"TRAINER_TEST_MEMORY": str(9 << 20)}, {"TRAINER_TEST_MEMORY": str(1 << 30)}
+WORDS = ["data.name=synthetic", "data.samples=64", "data.val_samples=24", "data.channels=1", "batch_size=16"]
+WORDS += ["epochs=2", "optimizer.lr=0.01", "threads=1", *QUIET]
+SHORT = [*WORDS, "data.image_size=8", "plugin=tests.training.short_of_memory", "model.name=short"]
+CARDS = [*WORDS, "data.image_size=32", "max_steps=2", "mode=single"]
+ON_CARDS = [*CARDS, "plugin=tests.simulated.simcuda.plugin", "model.name=cnn"]
+LITTLE, MUCH, TINY = (
+    {"TRAINER_TEST_CARDS": "1", "TRAINER_TEST_MEMORY": str(size)} for size in (9 << 20, 1 << 30, 6 << 20)
+)
 
 
 def pieces(folder):
@@ -42,19 +45,16 @@ def assert_same(one, other, steps=None):
 @pytest.mark.slow
 def test_on_a_card_the_fewest_that_fit_are_those_that_are_typed(tmp_path):
     """With BatchNorm; on a card with room for all it is one piece."""
-    words = [*(word for word in CARDS if word != "data.image_size=8"), "mode=single"]
-    words += ["precision=bf16", "ema=0.9", "augment.mixup=0.2"]
+    words = [*ON_CARDS, "precision=bf16", "ema=0.9", "augment.mixup=0.2"]
     for name, cards, typed in (("little", LITTLE, "auto"), ("much", MUCH, "auto"), ("one", MUCH, 1)):
-        env = {"TRAINER_TEST_CARDS": "1", **cards}
-        done = ok(*words, f"accumulate={typed}", f"output={tmp_path / name}", env=env)
+        done = ok(*words, f"accumulate={typed}", f"output={tmp_path / name}", env=cards)
         assert ("BatchNorm" in done.stdout) == (name == "little")
     found = pieces(tmp_path / "little")
     assert found > 1 == pieces(tmp_path / "much")
-    env = {"TRAINER_TEST_CARDS": "1", **MUCH}
-    ok(*words, f"accumulate={found}", f"output={tmp_path / 'typed'}", env=env)
+    ok(*words, f"accumulate={found}", f"output={tmp_path / 'typed'}", env=MUCH)
     assert_same(tmp_path / "little", tmp_path / "typed")
     assert_same(tmp_path / "much", tmp_path / "one")
-    fewer = trainer(*words, f"accumulate={found // 2}", f"output={tmp_path / 'fewer'}", env={**env, **LITTLE})
+    fewer = trainer(*words, f"accumulate={found // 2}", f"output={tmp_path / 'fewer'}", env=LITTLE)
     peak = max(result(tmp_path / "fewer")["peak_memory_bytes"].values(), default=0)
     assert fewer.returncode == 6 or peak > 0.85 * int(LITTLE["TRAINER_TEST_MEMORY"]), "fewer would have fitted"
 
@@ -79,14 +79,12 @@ def test_recompute_auto_stays_as_it_was_when_pieces_were_tried(monkeypatch):
 @pytest.mark.slow
 def test_the_pass_of_a_teacher_counts(tmp_path):
     """It may need more memory than the student's."""
-    env = {"TRAINER_TEST_CARDS": "1", **LITTLE}
-    words = [*WORDS, "plugin=tests.training.wide_teacher", "data.image_size=32", "max_steps=2", "mode=single"]
-    words.remove("data.image_size=8")
-    ok(*words, "model.name=wide", f"output={tmp_path / 'teacher'}", env={**env, **MUCH})
+    words = [*CARDS, "plugin=tests.training.wide_teacher"]
+    ok(*words, "model.name=wide", f"output={tmp_path / 'teacher'}", env=MUCH)
     found = []
     for more in ([], [f"distill.teacher={tmp_path / 'teacher'}"]):
         output = f"output={tmp_path / str(len(more))}"
-        done = ok(*words, "model.name=linear", "accumulate=auto", *more, output, env=env)
+        done = ok(*words, "model.name=linear", "accumulate=auto", *more, output, env=LITTLE)
         assert "out of memory" not in done.stdout
         found.append(pieces(tmp_path / str(len(more))))
     assert found[0] == 1 < found[1]
@@ -111,8 +109,9 @@ def test_in_the_optimizers_step_it_goes_on_from_a_checkpoint_or_ends(after, code
     done = trainer(*words, env={"FAULTY_AFTER": str(after), "FAULTY_IN": "step"})
     assert done.returncode == code, done.stderr
     if code:
-        assert f"recipe={tmp_path / 'run'} output={tmp_path / 'run'} resume=auto" in done.stderr
-        ok(f"recipe={tmp_path / 'run'}", SHORT[-2], f"output={tmp_path / 'run'}", "resume=auto")
+        again = [f"recipe={tmp_path / 'run'}", words[-1], "resume=auto"]
+        assert " ".join(again) in done.stderr
+        ok(*again, "plugin=tests.training.short_of_memory")
     else:
         assert "from its newest checkpoint" in done.stdout and "resuming at step 4" in done.stdout
     assert pieces(tmp_path / "run") == 2 and checkpoint.newest(tmp_path / "run", print).state.position.step == 8
@@ -128,8 +127,8 @@ def test_once_a_minute_at_most(tmp_path):
     assert pieces(tmp_path / "run") == 4
 
 
-OTHERS = {"data.samples=64": "data.samples=16", "epochs=2": "epochs=8", "model.name=short": "model.name=short_plain"}
-EVERY = [*(OTHERS.get(word, word) for word in SHORT), "ema=0.9"]  # all images in each step, also of workers together
+# All images in each step, also of workers together.
+EVERY = latest(*SHORT, "data.samples=16", "epochs=8", "model.name=short_plain", "ema=0.9")
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +215,7 @@ def test_each_rank_tries_its_own_share(monkeypatch):
 
 @pytest.mark.slow
 def test_a_card_too_small_for_one_image_is_not_told_to_find_their_number(tmp_path):
-    env = {"TRAINER_TEST_CARDS": "1", "TRAINER_TEST_MEMORY": str(6 << 20)}
-    done = trainer(*(word for word in CARDS if word != "data.image_size=8"), "accumulate=auto", "mode=single", env=env)
+    done = trainer(*ON_CARDS, "accumulate=auto", env=TINY)
     assert done.returncode == 6 and "weights, gradients" in done.stderr and "accumulate=" not in done.stderr
 
 
@@ -239,9 +237,8 @@ def test_a_batch_of_few_divisors_is_computed_image_by_image_or_told_another_size
 
 @pytest.mark.slow
 def test_a_prime_batch_that_does_not_fit_is_told_one_that_does(tmp_path):
-    words = [*(word for word in CARDS if not word.startswith(("data.image_size=8", "batch_size="))), "accumulate=auto"]
-    env = {"TRAINER_TEST_CARDS": "1", **LITTLE}
-    done = trainer(*words, "mode=single", "batch_size=17", env=env)
+    words = [*ON_CARDS, "accumulate=auto"]
+    done = trainer(*latest(*words, "batch_size=17"), env=LITTLE)
     told = suggested(done.stderr.replace(" or ", " or type "))
     assert done.returncode == 6 and "batch_size=16" in told, done.stderr
-    ok(*words, "mode=single", "batch_size=16", f"output={tmp_path}/run", env=env)
+    ok(*words, f"output={tmp_path}/run", env=LITTLE)

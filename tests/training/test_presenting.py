@@ -7,6 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.command_line import ok, trainer
+from tests.telemetry.test_dashboards import FIRST
 from trainer.data import Batch
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression
@@ -14,9 +15,8 @@ from trainer.training import presenting
 
 SMALL = ["recipe=digits", "model.name=cnn_gn", "epochs=2", "logging.every_steps=2", "logging.warmup_steps=1"]
 SMALL += ["logging.progress=false", "threads=1"]
-FIRST = ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val_samples_per_sec"]
-FIRST += ["6_data_wait_pct"]
-PICTURES = ["1 batch as the model sees it", "2 confusion matrix"]
+TOLD = ["train/lr", "train/grad_norm", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec", "speed/step_ms"]
+TOLD += ["speed/samples_per_sec_per_device", "speed/data_wait_pct", "z_memory/peak_gib/cpu:0"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def test_the_first_group_is_the_overview_and_memory_is_last(shown):
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
     assert groups == ["overview", "save", "speed", "train", "val", "z_memory", "z_pipeline"]
     assert [tag.removeprefix("overview/") for tag in tags if tag.startswith("overview/")] == FIRST
+    assert {*TOLD} <= {*tags}
     for tag, twin in (("1_train_loss", "train/loss"), ("3_val_top1", "val/top1")):
         front, values = ([(e.step, e.value) for e in shown.Scalars(name)] for name in (f"overview/{tag}", twin))
         assert front == values != []
@@ -45,7 +46,7 @@ def test_a_continued_run_is_one_curve(shown):
 
 
 def test_pictures(shown):
-    assert shown.Tags()["images"] == [f"view/{name}" for name in PICTURES]
+    assert shown.Tags()["images"] == ["view/1 batch as the model sees it", "view/2 confusion matrix"]
     for tag in shown.Tags()["images"]:
         [picture] = shown.Images(tag)
         assert picture.encoded_image_string.startswith(b"\x89PNG")

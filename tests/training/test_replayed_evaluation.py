@@ -1,23 +1,21 @@
 """Whole runs whose evaluations are replayed: metrics, averaged weights and files are those of launched ones."""
 
 import tempfile
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-from safetensors.torch import load_file
 from torch import nn
 
 import trainer
-from tests.command_line import result
+from tests.command_line import latest
 from tests.simulated.simcuda.runs import alone
 from tests.simulated.tape import graphs_on_the_cpu
+from tests.training.graphed_runs import differences, train
 from trainer.commands.evaluate import evaluate_run
 from trainer.models import replayed_forward
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes.base import Strategy
-from trainer.recipe import load
 from trainer.training import loop, step_graphs
 
 BASE = """data.name=synthetic data.samples=16 data.val_samples=31 data.image_size=8 data.channels=1 data.workers=0
@@ -54,75 +52,54 @@ for kind in (Dropping, Waiting, Counting):
     trainer.register_model(kind.__name__.lower())(kind)
 
 
-class Left:
-    """What a run leaves."""
+def run(words, graphs="auto", folder=None, patches=()):
+    """What a run leaves whose steps are launched: their recordings are tested elsewhere."""
+    evaluations, worst, said, plain, init = [], [], [], loop.evaluate, ReplayedForward.__init__
 
-    def __init__(self, words, graphs="auto", folder=None, patches=()):
-        self.evaluations, self.said = [], []
-        with tempfile.TemporaryDirectory() as own:
-            self.folder = Path(folder or own)
-            given = {word.partition("=")[0] for word in words.split()}
-            base = [word for word in BASE.split() if word.partition("=")[0] not in given]
-            recipe = load(None, *base, *words.split(), f"graphs={graphs}", f"output={self.folder}")
-            self._train(recipe, patches)
-            self.files = {
-                f"{path.relative_to(self.folder)}:{name}": tensor
-                for path in sorted(self.folder.rglob("*.safetensors"))
-                for name, tensor in load_file(path).items()
-            }
-            self.result = {key: value for key, value in result(self.folder).items() if key.startswith("val_")}
-            self.mistakes = [path.read_bytes() for path in sorted(self.folder.glob("mistakes*"))]
+    def evaluate(*given, **named):
+        evaluations.append(plain(*given, **named))
+        return evaluations[-1]
 
-    def _train(self, recipe, patches):
-        plain, init = loop.evaluate, ReplayedForward.__init__
+    def told(own, *given):
+        *most, say = given
+        init(own, *most, lambda line: (said.append(line), say(line))[1])
 
-        def evaluate(*given, **named):
-            self.evaluations.append(plain(*given, **named))
-            return self.evaluations[-1]
-
-        def told(own, *given):
-            *most, say = given
-            init(own, *most, lambda line: (self.said.append(line), say(line))[1])
-
-        own = [
-            (loop, "evaluate", evaluate),
-            (replayed_forward, "PAYS", BATCHES),
-            (ReplayedForward, "__init__", told),
-            (step_graphs, "WARM", 10**9),  # steps are launched: their recordings are tested elsewhere
-        ]
-        with alone(), graphs_on_the_cpu() as recorders, ExitStack() as stack:
-            for owner, name, value in (*own, *patches):
-                stack.enter_context(mock.patch.object(owner, name, value))
-            loop.run(recipe)
-        self.recorders = recorders[1:]  # the first is that of steps
-
-    @property
-    def replays(self):
-        return [recorder.replays for recorder in self.recorders]
+    own = [
+        (loop, "evaluate", evaluate),
+        (loop.presenting, "mistakes", lambda run, found: worst.extend(found.gathered(run.world))),
+        (replayed_forward, "PAYS", BATCHES),
+        (ReplayedForward, "__init__", told),
+        (step_graphs, "WARM", 10**9),
+    ]
+    with tempfile.TemporaryDirectory() as other:
+        whole = latest(*BASE.split(), *words.split(), f"graphs={graphs}")
+        left = train(" ".join(whole), folder or other, [*own, *patches])
+    left.evaluations, left.said = evaluations, said
+    left.figures |= {"evaluations": evaluations, "worst predictions": worst}
+    assert len(worst) == 31
+    left.replays_of_each = [recorder.replays for recorder in left.recorders[1:]]  # the first is that of steps
+    return left
 
 
 def equal(one, other):
-    assert one.evaluations == other.evaluations and one.result == other.result and one.mistakes == other.mistakes
-    assert one.files.keys() == other.files.keys()
-    for name, tensor in one.files.items():
-        assert tensor.numpy().tobytes() == other.files[name].numpy().tobytes(), name
+    assert differences(one, other) == []
     return True
 
 
 @pytest.mark.parametrize("graphs", ["auto", "true"])
 @pytest.mark.parametrize("words", ["", "ema=0.9", "precision=bf16 ema=0.5 accumulate=2"])
 def test_a_run_whose_evaluations_are_replayed(words, graphs):
-    launched, played = Left(words, "false"), Left(words, graphs)
+    launched, played = run(words, "false"), run(words, graphs)
     assert launched.recorders == [] and equal(launched, played) and played.said == []
-    (replays,) = played.replays  # one recording for all evaluations
-    assert replays >= 2 * BATCHES and len(played.evaluations) == 3 and played.recorders[0].closed
+    (replays,) = played.replays_of_each  # one recording for all evaluations
+    assert replays >= 2 * BATCHES and len(played.evaluations) == 3 and played.recorders[1].closed
 
 
 @pytest.mark.parametrize("name", ["waiting", "counting"])
 def test_a_model_that_cannot_be_replayed(name):
     words = f"model.name={name}"
-    played = Left(words)
-    assert equal(Left(words, "false"), played) and len(played.said) == 1 and played.replays == [0]
+    played = run(words)
+    assert equal(run(words, "false"), played) and len(played.said) == 1 and played.replays_of_each == [0]
 
 
 def move(self, averages, plain=Strategy.after_epoch):
@@ -133,8 +110,8 @@ def move(self, averages, plain=Strategy.after_epoch):
 
 
 def test_weights_that_move_are_recorded_anew():
-    played = Left("ema=0.9", patches=[(Strategy, "after_epoch", move)])
-    assert len(played.recorders) == 3 and all(played.replays)
+    played = run("ema=0.9", patches=[(Strategy, "after_epoch", move)])
+    assert len(played.replays_of_each) == 3 and all(played.replays_of_each)
 
 
 def not_copied(self, inputs):
@@ -166,14 +143,14 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_shows(name):
     around, fault = FAULTS[name]
-    launched, played = Left("ema=0.9", "false", patches=around), Left("ema=0.9", patches=around)
+    launched, played = run("ema=0.9", "false", patches=around), run("ema=0.9", patches=around)
     assert equal(launched, played)
-    faulty = Left("ema=0.9", patches=[*around, *fault])
-    assert faulty.evaluations != launched.evaluations and sum(faulty.replays) >= BATCHES
+    faulty = run("ema=0.9", patches=[*around, *fault])
+    assert faulty.evaluations != launched.evaluations and sum(faulty.replays_of_each) >= BATCHES
 
 
 def test_the_evaluate_command(tmp_path):
-    Left("ema=0.9", "false", folder=tmp_path)
+    run("ema=0.9", "false", folder=tmp_path)
     with alone(), graphs_on_the_cpu() as recorders, mock.patch.object(replayed_forward, "PAYS", BATCHES):
         launched = evaluate_run(str(tmp_path), "graphs=false")
         assert recorders == []

@@ -11,18 +11,16 @@ from trainer.tasks import Classification, Multilabel, Regression
 from trainer.telemetry.clocks import Speed, StepTime, Throughput
 from trainer.training.results import Metrics, Result
 
-OF_CLASSIFICATION = {"val_loss", "val_top1", "val_top5", "best_top1"}
-
 
 def test_the_guide_lists_the_keys():
     assert result_table() in (GUIDE / "folder.md").read_text()
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):
-    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=4", *WHOLE]
-    ok(*words, f"output={tmp_path / 'run'}")
+    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=16", *WHOLE]
+    ok(*words, "save.every_steps=4", f"output={tmp_path / 'run'}")
     found = result(tmp_path / "run")
-    assert found.keys() == Result.__required_keys__ | OF_CLASSIFICATION
+    assert found.keys() == Result.__required_keys__ | {"val_loss", "val_top1", "val_top5", "best_top1"}
     assert found["pipeline"] and found["throughput"] and found["verdict"]
     hints = get_type_hints(Result)
     for key, value in found.items():
@@ -31,6 +29,8 @@ def test_a_runs_result_has_these_keys_and_types(tmp_path):
     speed = {field.name for field in fields(Speed)}
     assert speed <= found.keys() and [*found["step_time_s"]] == [field.name for field in fields(StepTime)]
     assert [*found["throughput"]] == [*(field.name for field in fields(Throughput)), "per_device", "threads"]
+    told = found["save"]  # after 4, 8, 12 and 16 steps, and the epoch's 14
+    assert told["count"] == 5 and 0 < told["blocked_s"] <= told["seconds"]
     assert all(type(found["data"][key]) is int for key in ("train_samples", "val_samples", "skipped", "uncached"))
 
 

@@ -83,19 +83,19 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
     assert called == ["sync_weights", "heartbeat"] and not interrupts._suspended
 
 
-@pytest.mark.parametrize("lacking", ["model", "history", "topology"])
-def test_a_checkpoint_that_is_whole_and_no_runs_is_told(lacking, tmp_path):
+def test_a_checkpoint_that_is_whole_and_no_runs_is_told(tmp_path):
     """As one of another program, or of a version that knew less."""
     words = ["recipe=digits", "mode=single", "epochs=1", "model.name=mlp", *QUIET, f"output={tmp_path / 'run'}"]
     ok(*words)
     state = checkpoint.newest(tmp_path / "run", refuse).state
-    tensors = {part: dict(named) for part, named in state.tensors.items() if part != lacking}
-    facts = {name: fact for name, fact in state.facts.items() if name != lacking}
-    later = state.position._replace(step=state.position.step + 1)
-    commit(tmp_path / "run", checkpoint.State(later, tensors, facts), keep=2)
-    done = trainer(*words, "resume=auto")
-    assert done.returncode == 4 and "Traceback" not in done.stderr
-    assert "model.init_from=" in done.stderr and "output=" in done.stderr
+    for more, lacking in enumerate(("model", "history", "topology"), 1):
+        tensors = {part: dict(named) for part, named in state.tensors.items() if part != lacking}
+        facts = {name: fact for name, fact in state.facts.items() if name != lacking}
+        later = state.position._replace(step=state.position.step + more)
+        commit(tmp_path / "run", checkpoint.State(later, tensors, facts), keep=9)
+        done = trainer(*words, "resume=auto")
+        assert done.returncode == 4 and "Traceback" not in done.stderr, lacking
+        assert "model.init_from=" in done.stderr and "output=" in done.stderr, lacking
 
 
 GROWING = """

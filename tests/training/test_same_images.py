@@ -57,11 +57,18 @@ def photos_of(root, counts):
     return root
 
 
-def half_done(root, output, *words, name="imagefolder", mode=("mode=single",), **env):
+def half_done(root, output, mode=("mode=single",)):
     """A run of four epochs that ended after two."""
-    words = [*mode, f"data.name={name}", f"data.root={root}", "batch_size=4", "epochs=4", *words]
-    words += [f"output={output}", *QUIET]
-    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7", **env}).returncode
+    words = [
+        *mode,
+        "data.name=imagefolder",
+        f"data.root={root}",
+        "batch_size=4",
+        "epochs=4",
+        f"output={output}",
+        *QUIET,
+    ]
+    assert trainer(*words, env={"TRAINER_FAULT": "kill@0:7"}).returncode
     assert (output / "checkpoints").is_dir()
     return [*words, "resume=auto"]
 
@@ -75,21 +82,18 @@ def test_renamed_classes_are_not_continued(tmp_path):
     (root / "zebra").rename(root / "ant")
     ok(*again)
     (root / "ant").rename(root / "zebra")
-    for words in (["evaluate", f"checkpoint={tmp_path / 'run'}"], ["predict", f"checkpoint={tmp_path / 'run'}"]):
-        done = trainer(*words, *["predict.split=val"] * (words[0] == "predict"))
+    for words in (["evaluate"], ["predict", "predict.split=val"]):
+        done = trainer(*words, f"checkpoint={tmp_path / 'run'}")
         assert done.returncode == 4 and "2 classes (ant, bee)" in done.stderr
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert trainer("evaluate", f"checkpoint={newest}").returncode == 4
 
 
-def told(again, **env):
-    """Of the images, by the run that goes on; and what the next one tells."""
-    lines = [
-        [line for line in ok(*again, **env).stdout.splitlines() if "the images changed since then" in line]
-        for _ in range(2)
-    ]
-    assert not lines[1]
-    return "".join(lines[0])
+def told(again):
+    """Of the images, by the run that goes on; the next one tells nothing."""
+    first, second = ok(*again).stdout, ok(*again).stdout
+    assert "the images changed since then" not in second
+    return "".join(line for line in first.splitlines() if "the images changed since then" in line)
 
 
 def swapped(folder, *names):

@@ -9,19 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import BARE, QUIET, ok, result, trainer
+from tests.command_line import QUIET, ok, trainer
 from trainer.errors import DiskFullError, PeerError
 from trainer.saving import checkpoint
 
 RUN = ["recipe=digits", "model.name=cnn_gn", "batch_size=256", "epochs=3", "ema=0.9", "max_steps=15", *QUIET]
-RUN += BARE
-MODES = {
-    "fsdp": ["mode=fsdp", "nproc=2"],
-    "ddp": ["mode=ddp", "nproc=2"],
-    "pipeline": ["mode=pipeline", "nproc=2"],
-    "local_sgd": ["mode=local_sgd", "nproc=2"],
-    "hogwild": ["mode=hogwild", "nproc=2"],
-}
+MODES = ("fsdp", "ddp", "pipeline", "local_sgd", "hogwild")
 FAULTS = [f"{kind}@save#{rank}:{point}" for kind in ("full", "kill") for rank in (0, 1) for point in ("write", "fsync")]
 FAULTS += ["full@save#0:rename", "kill@save#0:tmp", "kill@save#0:rename"]
 FAST = {("ddp", "kill@save#0:rename")}
@@ -43,7 +36,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     mode: str, fault: str, tmp_path: Path, undisturbed: dict[str, dict[str, torch.Tensor]]
 ) -> None:
-    words = [*RUN, *MODES[mode], "save.every_steps=4", "resume=auto", f"output={tmp_path / 'run'}"]
+    ranks = [*RUN, f"mode={mode}", "nproc=2"]
+    words = [*ranks, "save.every_steps=4", "resume=auto", f"output={tmp_path / 'run'}"]
     assert trainer(*words, env={"TRAINER_FAULT": "kill@0:6"}).returncode
     home = tmp_path / "run" / "checkpoints"
     before = sorted(path.name for path in home.glob("step-????????"))
@@ -61,7 +55,7 @@ def test_a_save_that_fails_on_one_rank_is_heard_by_all_and_costs_that_save(
     if mode == "hogwild":
         return  # its runs are not repeatable
     if mode not in undisturbed:
-        ok(*RUN, *MODES[mode], f"output={tmp_path / 'whole'}")
+        ok(*ranks, f"output={tmp_path / 'whole'}")
         undisturbed[mode] = load_file(tmp_path / "whole" / "last.safetensors")
     atol = 1e-6 if mode == "pipeline" else 0  # where it is cut is measured in each run
     torch.testing.assert_close(load_file(tmp_path / "run" / "last.safetensors"), undisturbed[mode], rtol=0, atol=atol)
@@ -75,9 +69,3 @@ def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) ->
     done = trainer(*words, f"output={tmp_path / 'run'}", env={"TRAINER_FAULT": fault}, timeout=120)
     assert done.returncode == DiskFullError.code and len(done.stderr.splitlines()) == 1, done.stderr
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
-def test_saving_is_told_with_what_it_cost(tmp_path: Path) -> None:
-    ok(*RUN, "mode=single", "save.every_steps=4", f"output={tmp_path / 'run'}")
-    told = result(tmp_path / "run")["save"]
-    assert told["count"] == 6 and 0 < told["blocked_s"] <= told["seconds"]

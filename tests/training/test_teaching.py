@@ -15,14 +15,14 @@ import torch
 import torchvision
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.nn.functional import softmax
 
 import trainer
-from tests.command_line import QUIET, environment, losses, ok, result
+from tests.command_line import QUIET, environment, latest, losses, ok, result
 from tests.command_line import trainer as typed
 from tests.data.photo_folders import photo_set
 from tests.modes.test_parity import ALONE, EXACT, FP32, SHALLOW, SMALL, assert_same_training, norms
+from tests.tasks.test_ground_truth import SEEN, Recording
 from tests.training.graphed_runs import differences, launched, replayed
 from tests.warm import Popen
 from trainer import tasks
@@ -44,7 +44,6 @@ TAUGHT += ["data.samples=640", "epochs=2", *SHALLOW]  # 20 steps; pixels are nor
 FAST = ("ddp", "streams", "1f1b", "split")
 LONG = [f"fsdp {ranks}" for ranks in ("4", "2x2")]
 LONG += [schedule for schedule in SCHEDULES if schedule not in (*FAST, "zbv")]  # whose last stage is on the first rank
-SEEN = []
 
 
 @pytest.fixture(scope="module")
@@ -74,41 +73,17 @@ def normalised(folder):
         return [float(file.metadata()[key].strip("[]")) for key in ("mean", "std")]
 
 
-class Recording(nn.Module):
-    """A linear model that writes down what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 10, bias=False)
-        with torch.no_grad():
-            self.fc.weight.copy_(torch.randn(10, 64, generator=torch.Generator().manual_seed(0)) / 8)
-
-    def forward(self, x):
-        if self.training:
-            SEEN.append(x.detach().clone())
-        return self.fc(x.flatten(1))
-
-
-def test_a_plain_loop_has_the_same_losses_and_weights(teacher, tmp_path):
+def test_a_plain_loop_has_the_same_losses_and_weights(teacher, tmp_path, monkeypatch):
     """Of the teacher alone: distill.weight=1. It sees what the student sees, shifted, mirrored and mixed."""
     SEEN.clear()
     words = ["mode=single", "data.samples=320", "epochs=2", "data.mean=[0.3]", "data.std=[0.4]", "threads=1"]
     words += ["augment.hflip=0.5", "augment.crop=pad", "augment.erase=0.5", "augment.cutmix=1", "optimizer.lr=0.05"]
-    words += [
-        "schedule.name=constant",
-        "optimizer.momentum=0.9",
-        "optimizer.nesterov=false",
-        "ema=null",
-        "optimizer.weight_decay=0",
-    ]
-    words += [f"distill.teacher={teacher}", "distill.weight=1", "distill.temperature=3", f"output={tmp_path / 'run'}"]
-    changed = {word.partition("=")[0]: word for word in (*SMALL[1:], *words)}.values()
-    builders["recording"] = lambda *_: Recording()
-    try:
-        trainer.train(load("digits", *changed, "model.name=recording"))
-    finally:
-        del builders["recording"]
-    expert, student, found = trainer.load(teacher).model, Recording(), []
+    words += ["schedule.name=constant", "optimizer.momentum=0.9", "optimizer.nesterov=false", "ema=null"]
+    words += ["optimizer.weight_decay=0", f"distill.teacher={teacher}", "distill.weight=1", "distill.temperature=3"]
+    monkeypatch.setitem(builders, "recording", lambda *_: Recording(10, 64))
+    changed = latest(*SMALL[1:], *words, "model.name=recording", f"output={tmp_path / 'run'}")
+    trainer.train(load("digits", *changed))
+    expert, student, found = trainer.load(teacher).model, Recording(10, 64), []
     mean, std = normalised(teacher)
     optimizer = torch.optim.SGD(student.parameters(), 0.05, momentum=0.9)
     for inputs in SEEN[:10]:
@@ -263,9 +238,9 @@ def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
         told = file.metadata()
     save_file({**weights, "0.weight": weights["0.weight"] * 1.001}, moved / "last.safetensors", told)
     save_file(weights, tmp_path / "brighter.safetensors", told | {"mean": "[0.9]"})
-    for other, code in ((moved, 4), (tmp_path / "nowhere", 4), (tmp_path / "brighter.safetensors", 4)):
+    for other in (moved, tmp_path / "nowhere", tmp_path / "brighter.safetensors"):
         done = typed(*again, f"distill.teacher={other}")
-        assert done.returncode == code and done.stderr.count("\n") == 1 and f"={other}" in done.stderr, done.stderr
+        assert done.returncode == 4 and done.stderr.count("\n") == 1 and f"={other}" in done.stderr, done.stderr
     changed = typed(*[word for word in again if word != words[1]], "distill.weight=0.6", words[0])
     assert changed.returncode == 2 and "distill.weight" in changed.stderr, changed.stderr
     ok(*again, f"distill.teacher={tmp_path / 'good.safetensors'}")
@@ -311,13 +286,11 @@ def test_what_is_given_away_tells_of_no_teacher(teacher, single, tmp_path):
 def test_what_cannot_be_is_one_line(words, code, says, teacher, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine.yaml").write_text("distill:\n  temperature: 2.0\nextends: digits\n")
-    torch.save({"x": torch.zeros(1)}, tmp_path / "alien.pt")
     (tmp_path / "alien.safetensors").write_bytes(b"nothing")
     if "photos" in words:
         photo_set(tmp_path / "photos", {"ant": 40, "bee": 40})
     own = words.format(teacher=teacher).split()
-    base = [word for word in SMALL if word.partition("=")[0] not in {each.partition("=")[0] for each in own}]
-    done = typed(*base, *own, "mode=single", "max_steps=1", cwd=tmp_path)
+    done = typed(*latest(*SMALL, *own, "mode=single", "max_steps=1"), cwd=tmp_path)
     assert done.returncode == code and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
 
 
@@ -333,26 +306,26 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     """torchvision's, of a file that is there: with its own mean."""
     hub = tmp_path / "hub" / "checkpoints"
     hub.mkdir(parents=True)
-    theirs = torchvision.models.resnet18()
-    torch.save(theirs.state_dict(), hub / torchvision.models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2])
+    theirs, weights = torchvision.models.resnet18(), torchvision.models.ResNet18_Weights.DEFAULT
+    torch.save(theirs.state_dict(), hub / weights.url.rpartition("/")[2])
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     recipe = load(None, "distill.teacher=resnet18", "data.name=synthetic", "data.image_size=32")
     data = open_datasets(recipe)
     folders = ("n01440764", *(f"n02{number:06}" for number in range(998)), "n15075141")
-    many = dataclasses.replace(data, classes=folders, mean=(0.5,) * 3)
-    words = tuple(sorted(torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]))
+    data = dataclasses.replace(data, mean=(0.5,) * 3)
+
+    def of(classes):
+        given = dataclasses.replace(data, classes=classes)
+        return Teacher(tasks.create(recipe, classes), given, torch.device("cpu"), True)
+
+    words = tuple(sorted(weights.meta["categories"]))
     for classes in (words, folders[::-1]):  # in another order than the teacher's
-        other = dataclasses.replace(many, classes=classes)
         with pytest.raises(RecipeError, match=r"knows 1000 \(tench, "):
-            Teacher(tasks.create(recipe, classes), other, torch.device("cpu"), True)
-    without = dataclasses.replace(many, classes=tuple(map(str, range(1000))))
-    assert "by their order" in Teacher(tasks.create(recipe, without.classes), without, torch.device("cpu"), True).note
-    mine = Teacher(tasks.create(recipe, many.classes), many, torch.device("cpu"), True)
-    pixels = torch.rand(2, 3, 32, 32)
-    mean, std, own, spread = (
-        torch.tensor(part)[:, None, None]
-        for part in (many.mean, many.std, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    )
+            of(classes)
+    assert "by their order" in of(tuple(map(str, range(1000)))).note
+    mine, pixels = of(folders), torch.rand(2, 3, 32, 32)
+    parts = (data.mean, data.std, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    mean, std, own, spread = (torch.tensor(part)[:, None, None] for part in parts)
     batch = Batch((pixels - mean) / std, torch.tensor([3, 999]), 2)
     with torch.no_grad():
         wanted = theirs.eval()((pixels - own) / spread)

@@ -50,15 +50,10 @@ def test_weights_tell_how_much_is_cut_off(tmp_path, told, asked, shorter):
 @pytest.mark.parametrize(
     "told",
     [
-        *(
-            {"threads": 10**9},
-            {"batch_size": 10**12},
-            {"data": {"image_size": 65536}},
-            {"model": {"num_classes": 2**40}},
-        ),
-        *("[", "5", "{}x", {"epochs": "many"}, "[" * 9999, {"model": 7}),
+        {"threads": 10**9}, {"batch_size": 10**12}, {"data": {"image_size": 65536}}, {"model": {"num_classes": 2**40}},
+        "[", "5", "{}x", {"epochs": "many"}, "[" * 9999, {"model": 7},
     ],
-)
+)  # fmt: skip
 def test_a_recipe_in_weights_has_bounds_and_a_damaged_one_is_one_line(tmp_path, told):
     with pytest.raises(CheckpointError, match=r" recipe\b") as caught:
         written_recipe(tmp_path, {"recipe": told if isinstance(told, str) else json.dumps(told)})

@@ -1,4 +1,6 @@
-"""Whole-batch augmentation, held against the plainest way of doing the same to one image."""
+"""Whole-batch augmentation, held against the plainest way of doing the same to one image; and batches turned back."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,10 +9,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated.simcuda import simulated
-from trainer.data import Example, TensorSpec, sampling
+from trainer.data import DataShare, Example, Loader, TensorSpec, as_pictures, open_datasets, sampling
 from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state, resized_crops
 from trainer.data.photos.photo_reader import PhotoDraws
-from trainer.recipe import AugmentRecipe
+from trainer.recipe import AugmentRecipe, load
+from trainer.training.setup import task_of
 
 CPU = torch.device("cpu")
 
@@ -74,9 +77,11 @@ def test_normalisation(channels_last):
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
-def test_erasing_on_a_gpu_is_erasing_here():
+def test_erasing_sets_the_box_alone_here_and_on_a_gpu():
     boxes = np.array([[0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 8, 8], [5, 5, 3, 3]])
     inputs, found = torch.randn(4, 3, 8, 8), []
+    expected = inputs.clone()
+    expected[1, :, 1:4, 2:6], expected[2], expected[3, :, 5:, 5:] = 0, 0, 0
     for layout in (torch.contiguous_format, torch.channels_last):
         with simulated(1) as machine:
             card = torch.device("cuda", 0)
@@ -86,16 +91,8 @@ def test_erasing_on_a_gpu_is_erasing_here():
             found.append(finish.erased(there, boxes))
             assert dict(machine.waits.seen) == {} and machine.errors == []
             found[-1] = found[-1].cpu()
-    plain = DeviceTransform((0.5,) * 3, (0.5,) * 3, 8, True, torch.device("cpu")).erased(inputs.clone(), boxes)
-    assert all(torch.equal(one, plain) for one in found) and not torch.equal(plain, inputs)
-
-
-def test_erasing_sets_the_box_alone():
-    finish = DeviceTransform((0.5,), (0.5,), 6, True, CPU)
-    erased = finish.erased(torch.ones(2, 1, 6, 6), np.array([[1, 2, 3, 4], [0, 0, 0, 0]]))
-    expected = torch.ones(2, 1, 6, 6)
-    expected[0, :, 1:4, 2:6] = 0
-    assert torch.equal(erased, expected)
+    found.append(DeviceTransform((0.5,) * 3, (0.5,) * 3, 8, True, CPU).erased(inputs.clone(), boxes))
+    assert all(torch.equal(one, expected) for one in found)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -148,3 +145,20 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
         alone = [auto(row, image.permute(2, 0, 1)).permute(1, 2, 0) for row, image in enumerate(pictures)]
     assert [row for row in range(160) if not torch.equal(whole[row], alone[row])] == []
     assert kernels.count < 2 * len(pictures)
+
+
+@pytest.mark.parametrize("words", [["data.name=digits"], ["data.name=synthetic", "data.image_size=32"]])
+def test_a_batch_turned_back_is_the_images_it_was_made_of(words):
+    recipe = load("digits", *words, "batch_size=32", "augment.crop=none", "augment.hflip=0")
+    data = open_datasets(recipe)
+    loader = Loader(data, recipe, task_of(recipe, data), DataShare(), CPU)
+    batch = next(loader.evaluation())
+    shown = as_pictures(data, batch.inputs)
+    assert torch.equal(shown, data.val.images[: len(shown)].permute(0, 2, 3, 1))
+
+
+def test_what_is_no_image_has_no_picture():
+    data = open_datasets(load("digits"))
+    plain = replace(data, plain=TensorSpec((5,), torch.float32))
+    assert as_pictures(plain, torch.zeros(2, 5)) is None
+    assert as_pictures(data, torch.empty(0)) is None, "a rank that reads no images"

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command_line import QUIET, losses, ok, trainer
+from tests.command_line import QUIET, losses, ok
 from tests.data.photo_folders import coloured
-from trainer import tasks
-from trainer.data import DataShare, Loader, open_datasets
+from tests.data.test_loaders import epoch, loading
+from trainer.data import open_datasets
 from trainer.errors import RecipeError
 from trainer.recipe import load
+
+__all__ = ["loading"]  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +27,20 @@ def rare(tmp_path_factory):
     return root
 
 
-def drawn(recipe):
-    data = open_datasets(recipe)
-    task = tasks.create(recipe, data.classes, None)
-    loader = Loader(data, recipe, task, DataShare(), torch.device("cpu"))
-    batches = list(loader.training(0))
-    loader.close()
-    return torch.cat([batch.targets for batch in batches]), torch.cat([batch.inputs for batch in batches])
+def drawn(loading, *words):
+    """Targets and inputs of an epoch."""
+    inputs, targets = zip(*epoch(loading(open_datasets(load(None, *words)), *words)), strict=True)
+    return torch.cat(targets), torch.cat(inputs)
 
 
 @pytest.mark.parametrize(
     "words", [[], ["augment.crop=resized", "data.workers=0"], ["augment.crop=resized", "data.workers=2"]]
 )
-def test_rare_classes_come_as_often(rare, words):
+def test_rare_classes_come_as_often(loading, rare, words):
     plain = ["data.name=imagefolder", f"data.root={rare}", "batch_size=8", "augment.hflip=0.5", *words]
-    targets, _ = drawn(load(None, *plain))
+    targets, _ = drawn(loading, *plain)
     assert np.bincount(targets).tolist() == [20, 4]
-    targets, inputs = drawn(load(None, *plain, "data.balance=true"))
+    targets, inputs = drawn(loading, *plain, "data.balance=true")
     assert np.bincount(targets).tolist() == [12, 12]
     red = inputs[targets == 1].flatten(1)
     assert len(torch.unique(red, dim=0)) > 4  # an image that comes again is augmented anew
@@ -61,8 +60,8 @@ def test_the_same_in_every_mode_and_after_a_stop(rare, tmp_path):
     assert losses(tmp_path / "single") == wanted
 
 
-def test_what_has_no_classes_is_refused(tmp_path):
+def test_what_has_no_classes_is_refused():
     with pytest.raises(RecipeError, match=r"data\.balance=true and loss\.class_weights=balanced"):
         load(None, "data.balance=true", "loss.class_weights=balanced")
-    done = trainer("data.balance=true", "task.name=multilabel", "mode=single", f"output={tmp_path / 'x'}")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    with pytest.raises(RecipeError, match="draws classes equally often"):
+        open_datasets(load(None, "data.balance=true", "task.name=multilabel"))

@@ -5,10 +5,9 @@ import unicodedata
 import numpy as np
 import pytest
 
-from tests.data.archives.conftest import kept  # noqa: F401
-from tests.data.archives.making import in_folders, jpeg, opened, parquet, tarred
+from tests.data.archives.making import in_folders, jpeg, opened, parquet, tarred, with_classes
+from tests.data.photo_folders import names_of, photo
 from tests.data.photo_folders import opened as opened_folder
-from tests.data.photo_folders import photo
 from trainer.data.folders.layout import class_names
 from trainer.errors import SetupError
 from trainer.models import zoo
@@ -33,7 +32,7 @@ def test_the_class_in_a_tar_is_the_outermost_folder_below_what_all_share(tmp_pat
     found = opened(tmp_path)
     assert " ".join(found.classes) == wanted
     for source in (found.train, found.val):
-        named = [source.name(n).partition(".tar/")[2].split("/") for n in range(len(source))]
+        named = [name.partition(".tar/")[2].split("/") for name in names_of(source)]
         assert all(found.classes[label] in name for name, label in zip(named, source.labels, strict=True))
 
 
@@ -59,8 +58,7 @@ def both_forms(root, kind):
     if kind == "tar":
         return opened(tarred(root / "a.tar", [(f"{name}/{n}.jpg", jpeg(n)) for n, name in enumerate(names)]))
     if kind == "cls":
-        pairs = [((f"{n}.jpg", jpeg(n)), (f"{n}.cls", name.encode())) for n, name in enumerate(names)]
-        return opened(tarred(root / "a.tar", [one for pair in pairs for one in pair]))
+        return opened(tarred(root / "a.tar", with_classes(names)))
     return opened(parquet(root / "a.parquet", [jpeg(n) for n in range(6)], names))
 
 

@@ -3,25 +3,13 @@
 import csv
 import os
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.command_line import BARE, QUIET, losses, ok, result, trainer
-from tests.data.photo_folders import photo_set
+from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.data.photo_folders import cut, photo, photo_set
 from trainer.data.damaged import looks_whole
 
 KINDS = ("jpg", "png", "webp", "gif", "bmp", "tiff")
-
-
-def picture(path, **options):
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, **options)
-    return path
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
 
 
 def zeros(path):
@@ -30,19 +18,17 @@ def zeros(path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_images_look_whole_and_others_do_not(tmp_path, kind):
-    path = picture(tmp_path / f"a.{kind}")
+    path = tmp_path / f"a.{kind}"
+    photo(path)
     assert looks_whole(os.fsencode(path))
-    if kind in ("jpg", "png", "webp"):
-        cut(path)
+    for damage in (*[cut] * (kind in ("jpg", "png", "webp")), zeros, lambda path: path.write_text("no photo")):
+        damage(path)
         assert not looks_whole(os.fsencode(path))
-    zeros(path)
-    assert not looks_whole(os.fsencode(path))
-    path.write_text("no photo")
-    assert not looks_whole(os.fsencode(path))
 
 
 def test_what_a_phone_writes_behind_a_jpeg_is_no_damage(tmp_path):
-    path = picture(tmp_path / "a.jpg")
+    path = tmp_path / "a.jpg"
+    photo(path)
     with path.open("ab") as file:
         file.write(b"SEFT" * 100)
     assert looks_whole(os.fsencode(path))
@@ -62,9 +48,8 @@ def photos(tmp_path):
 
 def words_for(photos, name, *more):
     words = ["model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=32"]
-    words += ["augment.crop=resized", "batch_size=8", "epochs=2", "data.workers=1", *QUIET, *BARE]
-    words = ["mode=single", *words, f"output={photos.parent / name}", *more]
-    return list({word.partition("=")[0]: word for word in words}.values())
+    words += ["augment.crop=resized", "batch_size=8", "epochs=2", "data.workers=1", *QUIET]
+    return last("mode=single", *words, f"output={photos.parent / name}", *more)
 
 
 def skipped(folder):

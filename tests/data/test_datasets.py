@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from tests.data.photo_folders import photo
+from tests.data.photo_folders import photo_set
 from trainer.data import ImageSet, downloads, open_datasets
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import load
@@ -25,11 +25,12 @@ def opened(*words):
 
 @pytest.fixture
 def folder(tmp_path):
-    for split in ("train", "val"):
-        for label, name in enumerate(("bee", "ant")):
-            for index in range(3):
-                photo(tmp_path / split / name / f"{index}.jpg", seed=label)
-    return tmp_path
+    return photo_set(tmp_path, {"bee": 3, "ant": 3}, split=True)
+
+
+def tiny(folder, *words):
+    """A folder's images, small enough to lie in memory."""
+    return opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16", *words)
 
 
 def test_digits_hold_out_every_fifth_image():
@@ -81,21 +82,19 @@ def test_missing_photos_are_an_error_otherwise(words):
 
 
 def test_folders_of_tiny_images_lie_in_memory(folder):
-    found = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
+    found = tiny(folder)
     assert isinstance(found.train, ImageSet) and found.train.images.shape == (6, 3, 16, 16)
     assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    cropped = opened("data.name=imagefolder", f"data.root={folder}", "data.image_size=16", "augment.crop=resized")
-    assert not isinstance(cropped.train, ImageSet)
+    assert not isinstance(tiny(folder, "augment.crop=resized").train, ImageSet)
 
 
 def test_unreadable_tiny_images_stop_or_are_skipped(folder):
     bad = folder / "train" / "ant" / "1.jpg"
     bad.write_bytes(b"no image")
     (folder / "val" / "bee" / "2.jpg").write_bytes(b"")
-    words = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
     with pytest.raises(SetupError, match=r"ant/1\.jpg.*data\.on_error=skip"):
-        opened(*words)
-    found = opened(*words, "data.on_error=skip")
+        tiny(folder)
+    found = tiny(folder, "data.on_error=skip")
     assert (len(found.train), len(found.val)) == (6, 5)
     assert torch.equal(found.train.images[1], found.train.images[2])
     assert found.train.failures[0][0] == str(bad)
@@ -124,12 +123,11 @@ def test_what_is_no_image_is_one_bad_image(folder, odd, held_in, monkeypatch):
     bad = folder / "train" / "ant" / "1.jpg"
     bad.unlink()
     ODD[odd](bad)
-    words = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16", "data.on_error=skip")
     if held_in == "memory":
-        found = opened(*words)
+        found = tiny(folder, "data.on_error=skip")
         assert len(found.train) == 6 and [path for path, _ in found.train.failures] == [str(bad)]
         return
-    source = opened(*words, "augment.crop=resized").train
+    source = tiny(folder, "augment.crop=resized").train
     assert len(source) == 6 and source.where(1) == str(bad)
     with pytest.raises((OSError, ValueError)):
         source.read(1, 3)
@@ -144,10 +142,9 @@ def test_published_sets_that_are_missing_say_what_to_put_where(name, tmp_path):
 
 
 @pytest.fixture
-def mirror(tmp_path, monkeypatch):
+def mirror(tmp_path_factory, monkeypatch):
     """A place that offers a tiny MNIST."""
-    place, resources = tmp_path / "mirror", []
-    place.mkdir()
+    place, resources = tmp_path_factory.mktemp("mirror"), []
     for split, count in (("train", 6), ("t10k", 2)):
         pixels, labels = bytes(range(count)) * 784, bytes(index % 10 for index in range(count))
         for kind, header, body in (
@@ -169,17 +166,6 @@ def mirror(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def small_photos(root, sizes=((28, 28),), mode="L", splits=("train", "val"), classes=("a", "b"), suffix="png"):
-    """Images of these sizes in turn, three a class."""
-    for split in splits:
-        for label in classes:
-            (root / split / label).mkdir(parents=True)
-            for index in range(3):
-                image = Image.new(mode, sizes[index % len(sizes)], 60 * index)
-                image.save(root / split / label / f"{index}.{suffix}")
-    return f"data.root={root}"
-
-
 @pytest.mark.parametrize(
     ("sizes", "mode", "words", "shape"),
     [
@@ -195,7 +181,12 @@ def small_photos(root, sizes=((28, 28),), mode="L", splits=("train", "val"), cla
     ],
 )
 def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words, shape):
-    found = opened("data.name=imagefolder", small_photos(tmp_path, sizes, mode), *words)
+    for folder in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        for index in range(3):
+            image = Image.new(mode, sizes[index % len(sizes)], 60 * index)
+            image.save(tmp_path / folder / f"{index}.png")
+    found = opened("data.name=imagefolder", f"data.root={tmp_path}", *words)
     assert (found.channels, found.image_size, found.image_size) == shape and len(found.mean) == shape[0]
     assert f"become {shape[0]} x {shape[1]} x {shape[2]} (6 looked at are " in found.notes["images"]
     chosen = [key for key in ("channels", "image_size") if f"data.{key}={shape[key != 'channels']}" not in words]
@@ -203,42 +194,36 @@ def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words,
 
 
 def test_a_download_appears_whole_and_leaves_nothing_else(mirror, tmp_path):
-    root = tmp_path / "data"
-    root.mkdir()
-    (root / ".mnist-1.tmp").mkdir()  # of a download that was killed
-    found = opened("data.name=mnist", f"data.root={root}")
+    (tmp_path / ".mnist-1.tmp").mkdir()  # of a download that was killed
+    found = opened("data.name=mnist", f"data.root={tmp_path}")
     assert (len(found.train), len(found.val), found.train.images.shape[1:]) == (6, 2, (1, 28, 28))
-    assert sorted(os.listdir(root)) == [".mnist.lock", "MNIST"]
+    assert sorted(os.listdir(tmp_path)) == [".mnist.lock", "MNIST"]
     for file in mirror.iterdir():
         file.unlink()
-    assert len(opened("data.name=mnist", f"data.root={root}").train) == 6
+    assert len(opened("data.name=mnist", f"data.root={tmp_path}").train) == 6
 
 
 def test_a_failed_download_leaves_nothing_half(mirror, tmp_path):
-    root = tmp_path / "data"
-    root.mkdir()
     (mirror / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(SetupError, match=r"download.*\bMNIST/"):
-        opened("data.name=mnist", f"data.root={root}")
-    assert os.listdir(root) == [".mnist.lock"]
+        opened("data.name=mnist", f"data.root={tmp_path}")
+    assert os.listdir(tmp_path) == [".mnist.lock"]
 
 
 def test_two_at_once_download_once(mirror, tmp_path, monkeypatch):
-    root, calls, plain = tmp_path / "data", [], downloads._download
-    root.mkdir()
+    calls, plain = [], downloads._download
     monkeypatch.setattr(downloads, "_download", lambda *what: (calls.append(what), plain(*what))[1])
     with ThreadPoolExecutor(2) as ranks:  # the lock is held by an open file, so threads are kept apart as processes are
-        found = list(ranks.map(lambda _: opened("data.name=mnist", f"data.root={root}"), range(2)))
+        found = list(ranks.map(lambda _: opened("data.name=mnist", f"data.root={tmp_path}"), range(2)))
     assert [len(each.train) for each in found] == [6, 6] and len(calls) == 1
 
 
 def test_mean_and_deviation_are_the_recipes_where_it_tells_them(folder):
-    photos = ("data.name=imagefolder", f"data.root={folder}", "data.image_size=16")
-    plain = opened(*photos)
+    plain = tiny(folder)
     assert plain.mean == (0.485, 0.456, 0.406) and plain.std == (0.229, 0.224, 0.225)
-    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").mean == (0.1, 0.2, 0.3)
-    assert opened(*photos, "data.mean=[0.1,0.2,0.3]").std == plain.std
-    assert opened(*photos, "data.mean=[0.5]", "data.std=[1]").mean == (0.5, 0.5, 0.5)
-    gray = opened(*photos, "data.channels=1", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]")
+    told = tiny(folder, "data.mean=[0.1,0.2,0.3]")
+    assert told.mean == (0.1, 0.2, 0.3) and told.std == plain.std
+    assert tiny(folder, "data.mean=[0.5]", "data.std=[1]").mean == (0.5, 0.5, 0.5)
+    gray = tiny(folder, "data.channels=1", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]")
     assert gray.mean == pytest.approx((0.5,)) and gray.std == pytest.approx((0.25,))
     assert opened("data.mean=[0.5]", "data.std=[0.25]").std == (0.25,)  # digits

@@ -10,21 +10,21 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests import warm
-from tests.command_line import environment
+from tests.command_line import alive, environment, latest
+from tests.data.photo_folders import cut, photo_set
 from trainer.data import Datasets, DataShare, ImageSet, Loader, loaders, open_datasets, sampling, steps_per_epoch
 from trainer.data.folders.targets import Targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import CLASS
-from trainer.data.workers import worker_counts
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
@@ -61,21 +61,15 @@ class Items:
         return torch.from_numpy(pixels), index
 
 
+def sets_of(train, val, classes, size):
+    names = tuple(map(str, range(classes)))
+    return Datasets("mine", train, val, names, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
+
+
 def memory_sets(train=24, val=7, size=8):
     pixels = np.random.default_rng(0).integers(0, 256, (train + val, 3, size, size), dtype=np.uint8)
     images, labels = torch.from_numpy(pixels), torch.arange(train + val)
-    return Datasets(
-        "mine",
-        ImageSet(images[:train], labels[:train]),
-        ImageSet(images[train:], labels[:val]),
-        tuple(map(str, range(train + val))),
-        3,
-        size,
-        (0.5,) * 3,
-        (0.25,) * 3,
-        False,
-        "val",
-    )
+    return sets_of(ImageSet(images[:train], labels[:train]), ImageSet(images[train:], labels[:val]), train + val, size)
 
 
 def photo_sets(train=24, val=7, size=16, **faults):
@@ -84,33 +78,21 @@ def photo_sets(train=24, val=7, size=16, **faults):
         UserItems(Items(count, **faults), "mine", Targets(Classification, names, CLASS), None, DataRecipe())
         for count in (train, val)
     ]
-    classes = tuple(map(str, range(max(train, val))))
-    return Datasets("mine", *sources, classes, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
-
-
-class Loading:
-    """Loaders that are closed in the end."""
-
-    def __init__(self):
-        self.made = []
-
-    def __call__(self, sets, *words, shard=None):
-        recipe = load(None, "batch_size=8", "data.workers=0", "timeout=30", *_last(words))
-        self.made.append(Loader(sets, recipe, task_of(recipe, sets), shard or DataShare(), CPU))
-        return self.made[-1]
-
-
-def _last(words):
-    return {word.partition("=")[0]: word for word in words}.values()
+    return sets_of(*sources, max(train, val), size)
 
 
 @pytest.fixture
-def loading(monkeypatch):
-    made = Loading()
-    plain = load
-    monkeypatch.setitem(globals(), "load", lambda recipe, *words: plain(recipe, *_last(words)))
-    yield made
-    for loader in made.made:
+def loading():
+    """Makes loaders, which are closed in the end."""
+    made = []
+
+    def loader_of(sets, *words, shard=None):
+        recipe = load(None, *last("batch_size=8", "data.workers=0", "timeout=30", *words))
+        made.append(Loader(sets, recipe, task_of(recipe, sets), shard or DataShare(), CPU))
+        return made[-1]
+
+    yield loader_of
+    for loader in made:
         loader.close()
     assert multiprocessing.active_children() == []
 
@@ -120,18 +102,35 @@ def epoch(loader, number=0, start=0):
     return [(batch.inputs.clone(), batch.targets.clone()) for batch in loader.training(number, start)]
 
 
+def labels_of(loader):
+    """Targets and counts of batches: of an epoch but for its first step, and of the evaluation."""
+    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    return [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)], held_out
+
+
+def comes_true(condition, patience=60):
+    deadline = time.monotonic() + patience
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
 def same(a, b):
-    return len(a) == len(b) and all(
-        torch.equal(x, y) and torch.equal(s, t) for (x, s), (y, t) in zip(a, b, strict=True)
+    """Whether lists of batches, of tensors and counts each, are alike."""
+    flat = [[part for batch in batches for part in map(torch.as_tensor, batch)] for batches in (a, b)]
+    return [*map(len, a)] == [*map(len, b)] and all(
+        torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(*flat, strict=True)
     )
 
 
+def by_shards(loading, sets, count, *words, **more):
+    """An epoch as several shards read it, a list of batches each."""
+    return [epoch(loading(sets, *words, shard=DataShare(index, count, **more)), 1) for index in range(count)]
+
+
 def sharded(loading, sets, shards, pieces, *words):
-    """An epoch read by several shards, put together to global batches."""
-    parts = []
-    for index in range(shards):
-        loader = loading(sets, f"accumulate={pieces}", *words, shard=DataShare(index, shards))
-        parts.append(epoch(loader, 1))
+    """The same, put together to global batches."""
+    parts = by_shards(loading, sets, shards, f"accumulate={pieces}", *words)
     steps = len(parts[0]) // pieces
     rows = [[part[step * pieces + piece] for piece in range(pieces) for part in parts] for step in range(steps)]
     return [(torch.cat([x for x, _ in row]), torch.cat([t for _, t in row])) for row in rows]
@@ -146,18 +145,6 @@ def test_batches_are_the_same_for_any_number_of_shards(loading, sets, crop, chan
     assert len(whole) == 3 and whole[0][1].shape == (8, 24 + 7 * (sets is memory_sets))
     for shards, pieces in ((2, 1), (4, 1), (1, 2), (2, 2)):
         assert same(sharded(loading, sets(), shards, pieces, *words), whole)
-
-
-def test_workers_change_nothing_and_persist(loading):
-    inline, forked = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
-    for number in (0, 1):
-        assert same(epoch(forked, number), epoch(inline, number))
-        if number == 0:
-            before = {child.pid for child in multiprocessing.active_children()}
-    assert len(before) == 2 and {child.pid for child in multiprocessing.active_children()} == before
-    a, b = ([(x.inputs.clone(), x.targets, x.count) for x in loader.evaluation()] for loader in (inline, forked))
-    assert [count for *_, count in a] == [count for *_, count in b] == [7]
-    assert torch.equal(a[0][0][:7], b[0][0][:7]) and torch.equal(a[0][1], b[0][1])
 
 
 @pytest.mark.parametrize("words", [(), ("data.workers=2",)])
@@ -222,33 +209,25 @@ def without_images(loading, sets, *words, **shard):
     return loader, [(x.targets.clone(), x.count) for x in batches], [(x.targets[: x.count], x.count) for x in held_out]
 
 
-def same_targets(a, b):
-    return len(a) == len(b) and all(
-        torch.equal(x, y) and x.dtype == y.dtype and m == n for (x, m), (y, n) in zip(a, b, strict=True)
-    )
-
-
 @pytest.mark.parametrize("words", [(), ("accumulate=2", *AUGMENT)])
 @pytest.mark.parametrize(("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (1, 2, True)])
 @pytest.mark.parametrize(("sets", "source"), [(memory_sets, memory_sets), (photo_sets, drawer_sets)])
 def test_labels_alone_are_those_of_the_whole_batches(loading, sets, source, words, index, count, every_sample):
     loader = loading(sets(), *words, shard=DataShare(index, count, every_sample=every_sample))
-    targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]
-    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    targets, held_out = labels_of(loader)
     parts = {"index": index, "count": count, "every_sample": every_sample}
     _, labels, others = without_images(loading, source(), *words, "data.workers=2", **parts)
     assert multiprocessing.active_children() == []
-    assert targets and same_targets(labels, targets) and same_targets(others, held_out)
+    assert targets and same(labels, targets) and same(others, held_out)
 
 
 @pytest.mark.parametrize("words", [(), ("data.on_error=skip",)])
 def test_labels_that_are_not_at_hand_are_read_with_their_images(loading, words):
     broken = (3, 4, 16) if words else ()
     loader = loading(photo_sets(broken=broken), *AUGMENT, *words)
-    targets = [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)]
-    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    targets, held_out = labels_of(loader)
     other, labels, others = without_images(loading, photo_sets(broken=broken), *AUGMENT, *words)
-    assert same_targets(labels, targets) and same_targets(others, held_out)
+    assert same(labels, targets) and same(others, held_out)
     assert other.skipped == 0 and bool(loader.skipped) == bool(broken)  # the rank with the images counts them
 
 
@@ -286,19 +265,13 @@ def test_a_shard_that_reads_for_a_teacher_reads_no_held_out_images(loading, sets
     assert batch.inputs.numel() == 0 and batch.targets[: batch.count].tolist() == [*range(7)]
 
 
-def every(loading, sets, count, *words):
-    """An epoch of every sample, a list of batches a shard."""
-    shards = [DataShare(index, count, every_sample=True) for index in range(count)]
-    return [epoch(loading(sets, *words, shard=shard), 1) for shard in shards]
-
-
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
 @pytest.mark.parametrize(("samples", "count", "pieces", "batches"), [(27, 2, 2, 8), (27, 2, 1, 4), (23, 1, 1, 3)])
 def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples, count, pieces, batches):
     words = ("augment.crop=pad", "augment.hflip=0.5", "augment.erase=0.5", "augment.auto=trivial")
-    (plain,) = every(loading, sets(samples), 1, "batch_size=1", *words)
+    (plain,) = by_shards(loading, sets(samples), 1, "batch_size=1", *words, every_sample=True)
     expected = {int(label): image for image, label in plain}
-    found = every(loading, sets(samples), count, f"accumulate={pieces}", *words)
+    found = by_shards(loading, sets(samples), count, f"accumulate={pieces}", *words, every_sample=True)
     assert {len(shard) for shard in found} == {batches}
     for shard in found:
         sizes = [len(labels) for _, labels in shard]
@@ -314,8 +287,8 @@ def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples,
 @pytest.mark.parametrize("alpha", ["augment.mixup=1.0", "augment.cutmix=1.0"])
 def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha, channels_last):
     words = (f"channels_last={channels_last}",)
-    plain = every(loading, memory_sets(27), 2, *words)
-    mixed = every(loading, memory_sets(27), 2, alpha, *words)
+    plain = by_shards(loading, memory_sets(27), 2, *words, every_sample=True)
+    mixed = by_shards(loading, memory_sets(27), 2, alpha, *words, every_sample=True)
     odd, shares = 0, []
     for a, b in zip(plain, mixed, strict=True):
         for (images, labels), (inputs, targets) in zip(a, b, strict=True):
@@ -363,7 +336,7 @@ def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
         steps_per_epoch(samples, load(None, *words), shard)
     advice = re.findall(r"\w+=\d+", str(error.value).partition(";")[2])
     if advice:
-        recipe = load(None, *_last([*words, *advice]))
+        recipe = load(None, *latest(*words, *advice))
         steps_per_epoch(samples, recipe, shard)
         steps = sampling.contiguous_steps(samples, recipe.batch_size // count, count)
         spans = [range(*sampling.contiguous_span(samples, i, count)) for i in range(count)]
@@ -382,26 +355,12 @@ def test_global_random_states_are_untouched(loading, sets, words):
     assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]
 
 
-def photo_folder(root, count=6, classes="a"):
-    pixels = np.random.default_rng(0).integers(0, 256, (count, 80, 100, 3), dtype=np.uint8)
-    for split in ("train", "val"):
-        for name in classes:
-            (root / split / name).mkdir(parents=True)
-            for index in range(count):
-                Image.fromarray(pixels[index]).save(root / split / name / f"{index}.jpg")
-    return root
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-DAMAGES = [truncate, lambda path: path.write_text("no image"), lambda path: path.write_bytes(b""), os.remove]
+DAMAGES = [cut, lambda path: path.write_text("no image"), lambda path: path.write_bytes(b""), os.remove]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_unreadable_image_stops_or_is_skipped(loading, tmp_path, damage):
-    root = photo_folder(tmp_path, count=3, classes="ab")
+    root = photo_set(tmp_path, {"a": 3, "b": 3}, split=True)
     words = ("data.name=imagefolder", f"data.root={root}", "data.image_size=72", "batch_size=6")
     sets = open_datasets(load(None, *words))
     for split in ("train", "val"):
@@ -427,22 +386,19 @@ def test_nothing_readable_is_an_error_even_when_skipping(loading):
         epoch(loading(photo_sets(broken=range(24)), "data.on_error=skip"))
 
 
-def impatient(loader):
-    """With timeout=2 from here on: a start may take longer on a busy machine."""
-    loader._feeds[0]._readers._timeout = 2.0
-
-
-def test_a_worker_that_dies_is_named_in_bounded_time(loading):
+@pytest.mark.parametrize("victim", ["workers", "fork server"])
+def test_a_worker_that_dies_is_named_in_bounded_time(loading, victim):
+    """Those of a fork server that is killed go with it."""
     loader = loading(photo_sets(train=64, hang=40), "data.workers=2")
     batches = loader.training(0)
     next(batches)
-    victims = multiprocessing.active_children()
-    for child in victims:
-        os.kill(child.pid, signal.SIGKILL)
+    workers = [child.pid for child in multiprocessing.active_children()]
+    for pid in workers if victim == "workers" else [forkserver._forkserver._forkserver_pid]:
+        os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(PeerError, match=r"worker \d+.* died .*mine: item \d+") as error:
         list(batches)
-    assert time.monotonic() - start < 10 and str(victims[0].pid) in str(error.value)
+    assert time.monotonic() - start < 10 and str(workers[0]) in str(error.value)
 
 
 @pytest.mark.slow
@@ -452,10 +408,15 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading):
     start = time.monotonic()
     next(batches)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-    impatient(loader)
+    loader._feeds[0]._readers._timeout = 2.0  # from here on: a start may take longer on a busy machine
     with pytest.raises(PeerError, match=r"worker \d+ .*timeout=2 .*\b8 samples"):
         list(batches)
     assert time.monotonic() - start < 40
+
+
+def in_group(pid, group):
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid) == group
 
 
 @pytest.mark.slow
@@ -491,7 +452,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
     try:
         pids = [int(pid) for pid in rank.stdout.readline().split()]
         assert len(pids) == 2
-        members = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _group(pid) == rank.pid]
+        members = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_group(int(pid), rank.pid)]
         for pid in members:
             if pid != rank.pid:  # torchrun's SIGTERM reaches the whole group; the rank has a handler
                 os.kill(pid, signal.SIGTERM)
@@ -501,10 +462,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
         assert rank.stdout.readline() == "2\n"
         rank.kill()
         rank.wait(10)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and any(_group(pid) == rank.pid for pid in members):
-            time.sleep(0.05)
-        assert [pid for pid in members if _group(pid) == rank.pid] == []
+        assert comes_true(lambda: not any(map(alive, members)), 5)
     finally:
         for stream in (rank.stdin, rank.stdout):
             stream.close()
@@ -528,23 +486,6 @@ def _signalled_as_it_starts():
     fork_server.begin_worker()
     for number in fork_server.SIGNALS:
         os.kill(os.getpid(), number)
-
-
-def _group(pid):
-    """The process group of a living process, else None."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            state, _, group = stat.read().rpartition(")")[2].split()[:3]
-        return None if state == "Z" else int(group)
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
-    with pytest.raises(SetupError, match=r"workers=0.* --shm-size=\d+g"):
-        worker_counts.check_shared_memory(2**60, str(tmp_path))
-    worker_counts.check_shared_memory(2**60, "/not/here")
-    worker_counts.check_shared_memory(1, str(tmp_path))
 
 
 def test_only_shards_that_read_photos_ask_for_shared_memory(loading, monkeypatch):
@@ -573,12 +514,3 @@ def test_functions_and_classes_that_no_module_holds_travel_to_workers(loading):
     inside.train.items = Here(24)
     inside.train.items.transform = lambda image: image
     assert same(epoch(loading(inside, "data.workers=1")), epoch(loading(plain)))
-
-
-def test_a_fork_server_that_is_killed_takes_its_workers_along(loading):
-    loader = loading(photo_sets(train=64, hang=40), "data.workers=2")
-    batches = loader.training(0)
-    next(batches)
-    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-    with pytest.raises(PeerError, match=r"worker \d+.* died .*mine: item \d+"):
-        list(batches)

@@ -10,42 +10,28 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer import tasks
 from trainer.commands.predict.labelling import Preparation
-from trainer.data import (
-    DataShare,
-    LabelledSource,
-    Loader,
-    TensorSet,
-    datasets,
-    open_datasets,
-    register_dataset,
-    registered,
-)
+from trainer.data import DataShare, LabelledSource, Loader, TensorSet, open_datasets, register_dataset
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import held_out
+from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.tasks import Task, register_task
 
 
-def opened(*words):
-    return open_datasets(load(None, *words))
-
-
-@pytest.fixture
-def names(monkeypatch):
-    monkeypatch.setattr(registered, "registered", copy.copy(registered.registered))
-    registered.registered.clear()
-    monkeypatch.setattr(datasets, "registered", registered.registered)
+def opened(made, *words):
+    """What a function of the user's returns, as a data set."""
+    with registered.lent("mine", lambda data: made):
+        return open_datasets(load(None, "data.name=mine", *words))
 
 
 def pair(count, size=5, channels=3):
     return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8), torch.arange(count) % 2
 
 
-def test_users_bring_map_style_sets(names):
+def test_users_bring_map_style_sets():
     items = [(Image.new("L", (20, 10)), 1), (torch.zeros(3, 6, 7, dtype=torch.uint8), 0)]
-    register_dataset("mine")(lambda data: (items, items, ("a", "b")))
-    found = opened("data.name=mine")
+    found = opened((items, items, ("a", "b")))
     assert found.image_size == 224 and found.train.read(0, 3)[0].shape == (3, 10, 20)
     assert found.train.read(1, 1)[0].shape == (1, 6, 7) and found.train.where(1) == "mine, training set: item 1"
     assert not isinstance(found.train, LabelledSource)
@@ -60,27 +46,22 @@ def test_users_bring_map_style_sets(names):
         (((pair(8, channels=4)[0], pair(8)[1]), pair(4), ("a", "b")), "must be uint8"),
         ((pair(8), (pair(4)[0].float(), pair(4)[1]), ("a", "b")), r"must be uint8 .*found torch.float32"),
         (((torch.zeros(8, 5), pair(8)[1]), (torch.zeros(4, 6), pair(4)[1]), ("a", "b")), r"float32 \(5,\), held-out"),
-        (
-            ((pair(8)[0], pair(7)[1]), pair(4), ("a", "b")),
-            r"must be as many, and at least 1, found \(8, 3, 5, 5\) and \(7,\)",
-        ),
+        (((pair(8)[0], pair(7)[1]), pair(4), ("a", "b")), r"as many, and at least 1, found \(8, 3, 5, 5\) and \(7,\)"),
         (((pair(8)[0][..., :3], pair(8)[1]), pair(4), ("a", "b")), "not square"),
     ],
 )
-def test_a_users_set_that_does_not_fit_is_explained(names, made, message):
-    register_dataset("mine")(lambda data: made)
+def test_a_users_set_that_does_not_fit_is_explained(made, message):
     with pytest.raises(RecipeError, match=message):
-        opened("data.name=mine")
+        opened(made)
 
 
 @pytest.mark.parametrize(
     ("shape", "size"), [((32, 64), 32), ((64, 32), 40), ((96, 130), 80), ((96, 96), 80), ((30, 30), 80), ((9, 9), 9)]
 )
-def test_arrays_are_cut_as_photos_and_as_their_weights_say(names, shape, size):
+def test_arrays_are_cut_as_photos_and_as_their_weights_say(shape, size):
     """By torchvision: the shorter side resized, the middle cut out; and as prediction prepares each of them."""
     images = torch.randint(0, 256, (6, 3, *shape), dtype=torch.uint8)
-    register_dataset("mine")(lambda data: ((images, torch.arange(6) % 2),) * 2 + ("ab",))
-    found = opened("data.name=mine", f"data.image_size={size}")
+    found = opened(((images, torch.arange(6) % 2),) * 2 + ("ab",), f"data.image_size={size}")
     wanted = vision.center_crop(vision.resize(images, [size], antialias=True), [size, size])
     assert torch.equal(found.train.images, wanted) and torch.equal(found.val.images, wanted)
     how = Preparation.of(found)
@@ -90,27 +71,22 @@ def test_arrays_are_cut_as_photos_and_as_their_weights_say(names, shape, size):
 
 
 @pytest.mark.parametrize("name", ["digits", "mine"])
-def test_a_name_is_taken_once(names, name):
-    register_dataset("mine")(lambda data: None)
-    with pytest.raises(RecipeError, match="taken"):
+def test_a_name_is_taken_once(name):
+    with registered.lent("mine", lambda data: None), pytest.raises(RecipeError, match="taken"):
         register_dataset(name)
 
 
-def test_inputs_that_are_no_images_stay_as_they_are(names):
-    register_dataset("mine")(
-        lambda data: ((torch.arange(12.0).view(4, 3).double(), torch.arange(4) % 2),) * 2 + ("ab",)
-    )
-    found = opened("data.name=mine")
+def test_inputs_that_are_no_images_stay_as_they_are():
+    found = opened(((torch.arange(12.0).view(4, 3).double(), torch.arange(4) % 2),) * 2 + ("ab",))
     assert isinstance(found.train, TensorSet) and found.train.inputs.dtype == torch.float32
     assert found.plain.shape == (3,) and found.inputs == found.plain and (found.channels, found.image_size) == (3, 3)
     example = found.example(5)
     assert example.shape == (5, 3) and example.zeros(torch.device("cpu"), 2).inputs.shape == (2, 3)
 
 
-def test_items_that_are_no_images(names):
+def test_items_that_are_no_images():
     items = [(np.ones(6, np.int32), 0.5), (np.zeros(6, np.int32), 2), (np.zeros(5, np.int32), 1)]
-    register_dataset("mine")(lambda data: (items, items, ["x"]))
-    found = opened("data.name=mine", "task.name=regression")
+    found = opened((items, items, ["x"]), "task.name=regression")
     assert found.plain.shape == (6,) and found.plain.dtype == torch.int32 and found.targets.shape == (1,)
     inputs, target = found.train.read(0, 3)
     assert inputs.tolist() == [1] * 6 and target.tolist() == [0.5]
@@ -118,32 +94,28 @@ def test_items_that_are_no_images(names):
         found.train.read(2, 3)
 
 
-def test_an_items_label_is_held_against_the_names(names):
+def test_an_items_label_is_held_against_the_names():
     items = [(torch.zeros(3, 6, 6, dtype=torch.uint8), label) for label in (0, 1, 7)]
-    register_dataset("mine")(lambda data: (items, items, "ab"))
-    found = opened("data.name=mine")
+    found = opened((items, items, "ab"))
     assert found.train.read(1, 3)[1] == 1
     with pytest.raises(ValueError, match=r"\b7\b.*\b0 to 1\b"):
         found.train.read(2, 3)
 
 
-def test_dense_targets_lie_under_their_images(names, monkeypatch):
+def test_dense_targets_lie_under_their_images(monkeypatch):
     """In memory, where they are not cut; a program's own images would be resized without them, and are refused."""
     monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
     register_task("own")(type("Own", (Task,), {"loss": lambda self, outputs, targets: outputs.mean()}))
     images = torch.randint(256, (8, 3, 80, 80), dtype=torch.uint8)
     targets = (images[:, 0] > 127).long()
-    register_dataset("mine")(lambda data: ((images, targets), (images, targets), ["x"]))
-    recipe = load(None, "data.name=mine", "task.name=own", "batch_size=4")
-    found = open_datasets(recipe)
-    loader = Loader(found, recipe, None, DataShare(), torch.device("cpu"))
+    found = opened(((images, targets), (images, targets), ["x"]), "task.name=own")
+    loader = Loader(found, load(None, "batch_size=4"), None, DataShare(), torch.device("cpu"))
     for batches in (loader.training(0), loader.evaluation()):
         batch = next(batches)
         pixels = batch.inputs[:, 0] * found.std[0] + found.mean[0]
         assert (pixels * 255 > 127.5).long().equal(batch.targets)
-    register_dataset("items")(lambda data: ([*zip(images, targets, strict=True)],) * 2 + (["x"],))
     with pytest.raises(RecipeError, match=r"80 x 80, .*float tensors"):
-        opened("data.name=items", "task.name=own")
-    register_dataset("floats")(lambda data: ([*zip(images / 255, targets, strict=True)],) * 2 + (["x"],))
-    inputs, target = opened("data.name=floats", "task.name=own").train.read(3, 3)
+        opened(([*zip(images, targets, strict=True)],) * 2 + (["x"],), "task.name=own")
+    floats = opened(([*zip(images / 255, targets, strict=True)],) * 2 + (["x"],), "task.name=own")
+    inputs, target = floats.train.read(3, 3)
     assert inputs.equal(images[3] / 255) and target.equal(targets[3])

@@ -9,12 +9,9 @@ from trainer.recipe.checks import most_rows
 from trainer.recipe.shares import rows_of
 
 
-@pytest.mark.parametrize("samples", [1, 2, 17, 1000])
-def test_a_permutation_holds_every_sample_once(samples):
-    assert sorted(sampling.permutation(3, 0, samples).tolist()) == list(range(samples))
-
-
-def test_permutations_differ_between_epochs_and_seeds_and_repeat():
+def test_permutations_hold_every_sample_once_and_differ_between_epochs_and_seeds_and_repeat():
+    for samples in (1, 2, 17, 1000):
+        assert sorted(sampling.permutation(3, 0, samples).tolist()) == list(range(samples))
     drawn = {tuple(sampling.permutation(seed, epoch, 50).tolist()) for seed in (0, 1, 2**62) for epoch in (0, 1, 2)}
     assert len(drawn) == 9
     assert sampling.permutation(0, 1, 50).tolist() == sampling.permutation(0, 1, 50).tolist()
@@ -75,19 +72,23 @@ def test_shares_by_numbers_divide_each_micro_batch_in_proportion(numbers, words,
     check_shared_out(permuted, parts, recipe.accumulate)
 
 
+def read_by_shares(samples, spans, steps, pieces):
+    """The micro-batches that each share reads where together they use each sample once, in order."""
+    order = sampling.permutation(1, 2, samples)
+    shares = [sampling.contiguous_rows(order[start:stop], steps, pieces) for start, stop in spans]
+    assert {len(share) for share in shares} == {steps}
+    read = [[piece for step in share for piece in step] for share in shares]
+    assert np.concatenate([piece for share in read for piece in share]).tolist() == order.tolist()
+    return read
+
+
 @pytest.mark.parametrize(("rows", "samples"), [([3, 1], 65), ([9, 5, 2], 1009), ([1, 1, 14], 48)])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_contiguous_parts_in_proportion_use_each_sample_once(rows, samples, pieces):
-    order = sampling.permutation(1, 2, samples)
-    steps = -(-samples // (pieces * sum(rows)))
-    read = []
-    for index, most in enumerate(rows):
-        start, stop = sampling.contiguous_span(samples, index, len(rows), rows)
-        assert abs((stop - start) - samples * most / sum(rows)) < 1
-        part = sampling.contiguous_rows(order[start:stop], steps, pieces)
-        assert len(part) == steps and max(len(piece) for step in part for piece in step) <= most
-        read += [piece for step in part for piece in step]
-    assert np.concatenate(read).tolist() == order.tolist()
+    spans = [sampling.contiguous_span(samples, index, len(rows), rows) for index in range(len(rows))]
+    read = read_by_shares(samples, spans, -(-samples // (pieces * sum(rows))), pieces)
+    for (start, stop), share, most in zip(spans, read, rows, strict=True):
+        assert abs((stop - start) - samples * most / sum(rows)) < 1 and max(map(len, share)) <= most
 
 
 @pytest.mark.parametrize(
@@ -105,17 +106,11 @@ def test_own_parts_have_equal_sizes_and_the_last_takes_the_rest(samples, sizes):
 def test_contiguous_rows_use_each_sample_once_in_batches_of_nearly_one_size(count, pieces, rows):
     batch_size = count * pieces * rows
     for samples in (batch_size, batch_size + 1, 2 * batch_size - 1, 97, 1000, 1009):
-        permuted = sampling.permutation(1, 2, samples)
         steps = sampling.contiguous_steps(samples, batch_size // count, count)
         spans = [sampling.contiguous_span(samples, index, count) for index in range(count)]
-        shards = [sampling.contiguous_rows(permuted[start:stop], steps, pieces) for start, stop in spans]
-        assert {len(shard) for shard in shards} == {steps}
-        for shard in shards:
-            sizes = [len(piece) for step in shard for piece in step]
-            assert len(sizes) == len(shard) * pieces
-            assert max(sizes) - min(sizes) <= 1 and max(sizes) <= rows
-        read = np.concatenate([piece for shard in shards for step in shard for piece in step])
-        assert read.tolist() == permuted.tolist()
+        for share in read_by_shares(samples, spans, steps, pieces):
+            sizes = [*map(len, share)]
+            assert len(sizes) == steps * pieces and max(sizes) - min(sizes) <= 1 and max(sizes) <= rows
 
 
 @pytest.mark.parametrize("rows", [[4], [4, 4], [4, 4, 4], [5, 1], [1, 2, 4]])

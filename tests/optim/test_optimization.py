@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    LinearLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler
 
 from tests.command_line import QUIET, ok, steps
 from tests.contexts import mode_of
@@ -30,26 +23,33 @@ CPU = torch.device("cpu")
 ALONE = World(Place(), CPU, 1, ("cpu",))
 
 
-def updater_of(optimizer, recipe):
-    return Updater(optimizer, recipe, CPU, loss_scaler(recipe, CPU))
-
-
 class Alone(Strategy):
-    """A strategy around a module, without a world."""
+    """A strategy around a module, without a world, and what updates the module."""
 
-    def __init__(self, module):
+    def __init__(self, module, *words):
         self.module, self.world = module, ALONE
         self._parameters = list(module.parameters())
+        recipe = load(None, *words)
+        self.optimizer = build_optimizer(dict(module.named_parameters()), recipe.optimizer, roles_of(module, recipe))
+        self.updater = Updater(self.optimizer, recipe, CPU, loss_scaler(recipe, CPU))
+
+    def step(self, loss, factor=1.0):
+        """One step with the loss's gradient times the factor: the norm, and whether parameters moved, {True}: all."""
+        before = [p.detach().clone() for p in self._parameters]
+        self.optimizer.zero_grad()
+        scaled = self.updater.scaler.scale(loss) if self.updater.scaler else loss
+        (scaled * factor).backward()
+        norm = self.updater.step(loss.detach(), self, want_norm=False)
+        return norm, {not torch.equal(*pair) for pair in zip(before, self._parameters, strict=True)}
 
 
 def by_torch(recipe, schedule, count):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
     warmup = round(recipe.schedule.warmup_epochs * STEPS)
-    parts = [schedule(optimizer, warmup)]
-    scheduler = parts[0]
+    scheduler = schedule(optimizer, warmup)
     if warmup:
-        rising = LinearLR(optimizer, recipe.schedule.warmup_factor, 1.0, warmup)
-        scheduler = SequentialLR(optimizer, [rising, *parts], [warmup])
+        rising = lr_scheduler.LinearLR(optimizer, recipe.schedule.warmup_factor, 1.0, warmup)
+        scheduler = lr_scheduler.SequentialLR(optimizer, [rising, scheduler], [warmup])
     found = []
     for _ in range(count):
         found.append(optimizer.param_groups[0]["lr"])
@@ -58,18 +58,19 @@ def by_torch(recipe, schedule, count):
     return found
 
 
+TORCHS = {  # the words of each, and torch's for an optimizer after so many steps of warm-up
+    "constant": ([], lambda o, w: lr_scheduler.ConstantLR(o, 1.0)),
+    "cosine": (["schedule.min_lr=0.01"], lambda o, w: lr_scheduler.CosineAnnealingLR(o, 10 * STEPS - w, 0.01)),
+    "step": (["schedule.step_epochs=2"], lambda o, w: lr_scheduler.StepLR(o, 2 * STEPS, 0.1)),
+}
+
+
 @pytest.mark.parametrize("warmup", [0, 1, 2.5])
-@pytest.mark.parametrize(
-    ("words", "schedule"),
-    [
-        (["schedule.name=constant"], lambda o, w: ConstantLR(o, 1.0)),
-        (["schedule.name=cosine", "schedule.min_lr=0.01"], lambda o, w: CosineAnnealingLR(o, 10 * STEPS - w, 0.01)),
-        (["schedule.name=step", "schedule.step_epochs=2"], lambda o, w: StepLR(o, 2 * STEPS, 0.1)),
-    ],
-)
+@pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_learning_rate_is_torchs(words, schedule, warmup):
-    recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", *words)
+def test_learning_rate_is_torchs(name, warmup):
+    words, schedule = TORCHS[name]
+    recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", f"schedule.name={name}", *words)
     ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
     assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
 
@@ -80,7 +81,8 @@ def test_a_cosine_that_begins_anew_is_torchs(restarts, over):
     words = ["epochs=10", "schedule.warmup_epochs=1", "schedule.min_lr=0.01", f"schedule.restart={restarts}"]
     recipe = load(None, *words)
     ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
-    theirs = by_torch(recipe, lambda o, w: CosineAnnealingWarmRestarts(o, over * STEPS, 1, 0.01), 10 * STEPS)
+    torchs = lr_scheduler.CosineAnnealingWarmRestarts
+    theirs = by_torch(recipe, lambda o, w: torchs(o, over * STEPS, 1, 0.01), 10 * STEPS)
     assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12) and ours.count(recipe.peak_lr) == len(restarts) + 1
     late = [learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS)(step) for step in range(2 * STEPS)]
     plain = load(None, *words[1:3], "epochs=2")  # whose end comes first
@@ -112,28 +114,19 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
 def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    recipe = load(None, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
+    alone = Alone(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
     named = dict(model.named_parameters())
-    optimizer = build_optimizer(named, recipe.optimizer, roles_of(model, recipe))
-    updater, strategy = updater_of(optimizer, recipe), Alone(model)
 
-    def step(poison):
-        loss = model(torch.full((1, 3), torch.nan if poison else 1.0)).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        updater.step(loss.detach(), strategy, want_norm=False)
-        return here()
+    def after(value):
+        """Weights and the optimizer's state after a step on inputs of this value; and which of the former moved."""
+        _, moved = alone.step(model(torch.full((1, 3), value)).sum())
+        tensors = (*named.values(), *optimizer_state(alone.optimizer, named).values())
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moved
 
-    def here():
-        return torch.cat(
-            [t.detach().reshape(-1) for t in (*named.values(), *optimizer_state(optimizer, named).values())]
-        )
-
-    untrained = here()
-    before = step(poison=False)
-    assert not torch.equal(before, untrained)
-    assert torch.equal(step(poison=True), before) and updater.bad.item() == 1
-    assert torch.equal(step(poison=False), before), "the flag is sticky: later updates are skipped as well"
+    before, moved = after(1.0)
+    assert moved == {True}
+    assert torch.equal(after(torch.nan)[0], before) and alone.updater.bad.item() == 1
+    assert torch.equal(after(1.0)[0], before), "the flag is sticky: later updates are skipped as well"
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -141,29 +134,23 @@ def test_the_guarded_fused_step_is_torchs(name):
     torch.manual_seed(0)
     ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())
-    recipe = load(None, f"optimizer.name={name}", "optimizer.weight_decay=0.01", "optimizer.lr=0.01")
-    optimizer = build_optimizer(dict(ours.named_parameters()), recipe.optimizer)
+    alone = Alone(ours, f"optimizer.name={name}", "optimizer.weight_decay=0.01", "optimizer.lr=0.01")
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     plain = kind(theirs.parameters(), lr=0.01, weight_decay=0.01, **({"momentum": 0.9} if name == "sgd" else {}))
-    updater, strategy = updater_of(optimizer, recipe), Alone(ours)
     for _ in range(5):
         x = torch.randn(4, 3)
-        for model, stepper in ((ours, optimizer), (theirs, plain)):
-            stepper.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            updater.step(loss.detach(), strategy, want_norm=False) if model is ours else stepper.step()
+        alone.step(ours(x).square().sum())
+        plain.zero_grad()
+        theirs(x).square().sum().backward()
+        plain.step()
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
 
 
 def test_clipping():
     model = nn.Linear(2, 1, bias=False)
-    recipe = load(None, "clip_grad_norm=0.5", "optimizer.lr=1", "optimizer.momentum=0")
-    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
     before = model.weight.detach().clone()
-    loss = model(torch.tensor([[3.0, 4.0]])).sum()
-    loss.backward()
-    norm = updater_of(optimizer, recipe).step(loss.detach(), Alone(model), want_norm=False)
+    alone = Alone(model, "clip_grad_norm=0.5", "optimizer.lr=1", "optimizer.momentum=0")
+    norm, _ = alone.step(model(torch.tensor([[3.0, 4.0]])).sum())
     assert norm.item() == pytest.approx(5)
     assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -171,19 +158,10 @@ def test_clipping():
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_fp16_skips_one_overflow_and_goes_on(name):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    recipe = load(None, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0", f"optimizer.name={name}")
-    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer, roles_of(model, recipe))
-    updater, strategy = updater_of(optimizer, recipe), Alone(model)
-    before = model[0].weight.detach().clone()
-    moved = []
-    for factor in (math.inf, 1.0):
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).sum()
-        (updater.scaler.scale(loss) * factor).backward()
-        updater.step(loss.detach(), strategy, want_norm=False)
-        moved.append(not torch.equal(model[0].weight, before))
-    assert moved == [False, True] and updater.bad.item() == 0
-    assert updater.state()["scale"].item() == 2.0**15, "halved once"
+    alone = Alone(model, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0", f"optimizer.name={name}")
+    moved = [alone.step(model(torch.ones(1, 2)).sum(), factor)[1] for factor in (math.inf, 1.0)]
+    assert moved == [{False}, {True}] and alone.updater.bad.item() == 0
+    assert alone.updater.state()["scale"].item() == 2.0**15, "halved once"
 
 
 def test_a_stage_in_which_nothing_trains_hears_of_the_others_overflow_in_fp16():
@@ -191,24 +169,17 @@ def test_a_stage_in_which_nothing_trains_hears_of_the_others_overflow_in_fp16():
         def reduce_overflow(self, flag):
             flag.fill_(1)
 
-    recipe = load(None, "precision=fp16")
-    updater = updater_of(build_optimizer({}, recipe.optimizer), recipe)
-    updater.step(torch.zeros(()), Elsewhere(nn.Identity()), want_norm=False)
-    assert updater.state()["scale"].item() == 2.0**15, "halved, as on the ranks that have gradients"
+    stage = Elsewhere(nn.Identity(), "precision=fp16")
+    stage.updater.step(torch.zeros(()), stage, want_norm=False)
+    assert stage.updater.state()["scale"].item() == 2.0**15, "halved, as on the ranks that have gradients"
 
 
 def test_fp16_that_never_becomes_finite_is_bad():
-    model = nn.Linear(2, 1, bias=False)
-    recipe = load(None, "precision=fp16")
-    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optimizer)
-    updater, strategy = updater_of(optimizer, recipe), Alone(model)
-    verdicts = []
+    model, verdicts = nn.Linear(2, 1, bias=False), []
+    alone = Alone(model, "precision=fp16")
     for _ in range(40):
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).sum()
-        (updater.scaler.scale(loss) * math.inf).backward()
-        updater.step(loss.detach(), strategy, want_norm=False)
-        verdicts.append(updater.is_bad())
+        alone.step(model(torch.ones(1, 2)).sum(), math.inf)
+        verdicts.append(alone.updater.is_bad())
     assert not any(verdicts[:20]) and verdicts[-1]
 
 

@@ -28,9 +28,9 @@ def made(model, *words):
     return build_optimizer(named, recipe.optimizer, roles_of(model, recipe)), named
 
 
-def descend(model, optimizers, steps=6, found=None):
+def descend(model, optimizers, found=None):
     torch.manual_seed(1)
-    for _ in range(steps):
+    for _ in range(6):
         loss = model(torch.randn(5, 6)).square().mean()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -59,24 +59,17 @@ def test_muon_is_torchs_with_its_adamw(nesterov, device):
     assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == ["0.weight", "3.weight"]
 
 
-@pytest.mark.parametrize(
-    ("model", "hidden"),
-    [
-        ("mlp", {"1.weight", "3.weight"}),
-        ("vit_tiny", {f"{layer}{kind}" for layer in range(4) for kind in ("in", "out", "0", "3")}),
-    ],
-)
-def test_hidden_matrices(model, hidden):
+IN_A_LAYER = ("self_attention.in_proj_weight", "self_attention.out_proj.weight", "mlp.0.weight", "mlp.3.weight")
+HIDDEN = {
+    "mlp": {"1.weight", "3.weight"},
+    "vit_tiny": {f"encoder.layers.encoder_layer_{layer}.{name}" for layer in range(4) for name in IN_A_LAYER},
+}
+
+
+@pytest.mark.parametrize("model", HIDDEN)
+def test_hidden_matrices(model):
     recipe = load(None, f"model.name={model}", "optimizer.name=muon")
-    found = hidden_matrices(build(recipe.model, 10, 1, 8), recipe)
-    ends = {"self_attention.in_proj_weight": "in", "self_attention.out_proj.weight": "out"}
-    ends |= {"mlp.0.weight": "0", "mlp.3.weight": "3"}
-
-    def short(name):
-        layer, _, end = name.removeprefix("encoder.layers.encoder_layer_").partition(".")
-        return f"{layer}{ends[end]}" if end in ends else name
-
-    assert {short(name) for name in found} == hidden
+    assert hidden_matrices(build(recipe.model, 10, 1, 8), recipe) == HIDDEN[model]
 
 
 class Convolutions(nn.Sequential):
@@ -224,9 +217,7 @@ def test_muon_has_nothing_to_do_without_hidden_layers():
 
 def test_layer_decay():
     model = small()
-    optimizer, _ = made(
-        model, "optimizer.layer_decay=0.5", "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0"
-    )
+    optimizer, _ = made(model, *SHARES)
     found = {(group["rate"], group["weight_decay"]): len(group["params"]) for group in optimizer.param_groups}
     # Blocks: the first layer with its LayerNorm, the second, the last.
     assert found == {(0.25, 0.1): 1, (0.25, 0): 3, (0.5, 0.1): 1, (0.5, 0): 1, (1, 0.1): 1, (1, 0): 1}
@@ -237,10 +228,8 @@ def test_what_is_frozen_has_no_state_and_stays(name):
     model = small()
     freeze(model, ["0"], "small")
     optimizer, named = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
-    assert {key.partition("//")[0] for key in optimizer_state(optimizer, named)} == named.keys() - {
-        "0.weight",
-        "0.bias",
-    }
+    held = {key.partition("//")[0] for key in optimizer_state(optimizer, named)}
+    assert held == named.keys() - {"0.weight", "0.bias"}
     descend(model, [optimizer])
     assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
 

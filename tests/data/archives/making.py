@@ -2,21 +2,19 @@
 
 import io
 import tarfile
+from functools import partial
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from trainer.data import open_datasets
-from trainer.data.folders.layout import NOTHING_BEFORE
-from trainer.recipe import load
+from tests.data import photo_folders
+
+opened = partial(photo_folders.opened, name="shards")
 
 
-def jpeg(seed=0, size=(40, 30), kind="JPEG"):
-    """An encoded image of noise; other noise for each seed."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+def jpeg(seed=0):
+    """The bytes of an image of noise; other noise for each seed."""
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind)
+    photo_folders.noise(seed).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -41,10 +39,12 @@ def in_folders(classes, first=0):
     return [(f"{name}/{n}.jpg", jpeg(first + n)) for name, count in classes.items() for n in range(count)]
 
 
-def with_classes(labels, first=0):
+def with_classes(labels, first=0, images=None):
     """Members of a WebDataset: an image and its class each."""
-    pairs = enumerate(labels, first)
-    return [one for n, label in pairs for one in ((f"{n:06}.cls", b"%d" % label), (f"{n:06}.jpg", jpeg(n)))]
+    members = []
+    for n, label in enumerate(labels, first):
+        members += [(f"{n:06}.cls", str(label).encode()), (f"{n:06}.jpg", images[n] if images else jpeg(n))]
+    return members
 
 
 def parquet(path, images, labels, names=None, column="image", label="label", group=100, **options):
@@ -63,8 +63,3 @@ def parquet(path, images, labels, names=None, column="image", label="label", gro
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, path, row_group_size=group, **options)
     return path
-
-
-def opened(root, *words, before=NOTHING_BEFORE):
-    """A data set of shards; not decoded."""
-    return open_datasets(load(None, "data.name=shards", f"data.root={root}", "augment.crop=resized", *words), before)

@@ -3,7 +3,7 @@
 import os
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,12 +30,12 @@ def same(one, other):
     return facts[0] == facts[1] and all(np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS)
 
 
-def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard, kept):
+def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
     assert again.texts == ["0", "1", "2"] and again.left == {"other file(s) (.txt)": 1}
-    assert [path.name for path in kept.iterdir()] == [path_of(shard).name]
+    assert [path.name for path in path_of(shard).parent.iterdir()] == [path_of(shard).name]
     os.utime(shard.path, ns=(1, 1))
     changed = Archive.of(os.fsdecode(shard.path))
     assert made(changed)[1] and not made(changed)[1]
@@ -64,19 +64,12 @@ def test_a_folder_that_cannot_be_written(shard, monkeypatch, tmp_path):
     assert len(made(shard)[0]) == 3
 
 
-def in_threads(count, function):
-    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_the_draft_of_one_who_was_killed_is_overwritten(shard, kept):
-    kept.mkdir()
-    path_of(shard).with_suffix(".part").write_bytes(b"PK" * 10**6)
+def test_the_draft_of_one_who_was_killed_is_overwritten(shard):
+    draft = path_of(shard).with_suffix(".part")
+    draft.parent.mkdir(parents=True)
+    draft.write_bytes(b"PK" * 10**6)
     assert made(shard)[1] and not made(shard)[1]
-    assert [path.suffix for path in kept.iterdir()] == [".npz"]
+    assert [path.suffix for path in draft.parent.iterdir()] == [".npz"]
 
 
 def shards(tmp_path, count):
@@ -95,7 +88,8 @@ def test_some_are_open_at_a_time_and_what_a_thread_reads_stays_so(tmp_path):
             if files[number].read(0, 4).tobytes() != b"%04d" % number:
                 wrong.append(number)
 
-    in_threads(8, read)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(read, range(8)))
     assert not wrong and len(os.listdir("/proc/self/fd")) == before + OPEN
     opened.cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.archives.making import in_folders, jpeg, opened, tarred, with_classes
+from tests.data.photo_folders import names_of
 from trainer.data.archives.opening import part_of, shards_of
 from trainer.data.folders.layout import Before
 from trainer.errors import SetupError
@@ -78,7 +79,7 @@ def test_images_are_read_from_shard_to_shard(tmp_path):
     tarred(tmp_path / "train-1.tar", [(f"{name}/{n}.jpg", jpeg(n)) for n in (7, 8) for name in ("cat", "dog")])
     tarred(tmp_path / "val-0.tar", in_folders({"dog": 1, "cat": 1}))
     source = opened(tmp_path).train
-    assert [source.name(n) for n in range(len(source))] == [
+    assert names_of(source) == [
         *(f"train-0.tar/{name}.jpg" for name in ("dog/0", "dog/1", "cat/0")),
         *(f"train-1.tar/{name}.jpg" for name in ("cat/7", "dog/7", "cat/8", "dog/8")),
     ]
@@ -140,7 +141,7 @@ def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     held = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
     tarred(path, in_folders({"cat": 10, "dog": 20, "eel": 5}))
     again = opened(path, before=Before(held))
-    assert {again.val.name(n) for n in range(len(again.val))} == held
+    assert {*names_of(again.val)} == held
 
 
 @pytest.mark.parametrize(
@@ -161,10 +162,9 @@ def test_classes_that_are_numbers(tmp_path, text, wanted):
 
 
 def test_classes_that_are_names(tmp_path):
-    pairs = [((f"{n}.jpg", jpeg(n)), (f"{n}.cls", b"dog" if n % 2 else b"a cat")) for n in range(10)]
-    members = [one for pair in pairs for one in pair]
+    members = with_classes(["a cat", "dog"] * 5)
     assert opened(tarred(tmp_path / "a.tar", members)).classes == ("a cat", "dog")
-    others = opened(tarred(tmp_path / "b.tar", [*members, ("x.jpg", jpeg()), ("x.cls", b"7")]))
+    others = opened(tarred(tmp_path / "b.tar", [*members, *with_classes([7], first=10)]))
     assert others.classes == ("7", "a cat", "dog")
     assert opened(tarred(tmp_path / "c.tar", in_folders({"10": 3, "9": 3}))).classes == ("10", "9")
 

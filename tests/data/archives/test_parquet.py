@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.data.archives.making import jpeg, opened, parquet
+from tests.data.photo_folders import names_of
 from trainer.data.archives import parquet as shards
 from trainer.data.archives.indexes import Archive
+from trainer.data.encoded import encoded
 from trainer.errors import SetupError
 
 pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
@@ -36,14 +38,9 @@ def test_as_it_is_published(tmp_path):
     assert found.train.where(26) == f"{tmp_path}/data/train-00001-of-00002.parquet/1"
     source = pickle.loads(pickle.dumps(found.train))
     order = random.Random(0).sample(range(50), 50)
-    assert all(shards.encoded(*place(source, n)).tobytes() == IMAGES[n % 25] for n in order)
+    assert all(encoded(source.address(n)).tobytes() == IMAGES[n % 25] for n in order)
     image, label = source.read(3, 3)
     assert image.dtype == torch.uint8 and image.shape == (3, 30, 40) and label == 1
-
-
-def place(source, index):
-    path, _, size, time, group, row = source.address(index).split(b"\0")
-    return Archive(path, int(size), int(time)), int(group), int(row)
 
 
 @pytest.mark.parametrize("options", [{"use_dictionary": False}, {"data_page_version": "2.0", "compression": "zstd"}])
@@ -53,8 +50,8 @@ def test_however_it_is_written(tmp_path, image, label, options):
     found = opened(parquet(tmp_path / "a.parquet", images, LABELS, ["a", "b"], image, label, group=10, **options))
     assert found.classes == ("a", "b")
     for source in (found.train, found.val):
-        for n in range(len(source)):
-            assert shards.encoded(*place(source, n)).tobytes() == images[int(source.name(n).rpartition("/")[2])]
+        for n, name in enumerate(names_of(source)):
+            assert encoded(source.address(n)).tobytes() == images[int(name.rpartition("/")[2])]
 
 
 @pytest.mark.parametrize("kind", ["", "large_", "_view"])
@@ -67,9 +64,9 @@ def test_plain_bytes_and_labels_of_text(tmp_path, kind):
     pq.write_table(pa.table({"image": images, "label": texts}), tmp_path / "a.parquet", row_group_size=9)
     found = opened(tmp_path / "a.parquet")
     for part in (found.train, found.val):
-        rows = [int(part.name(n).rpartition("/")[2]) for n in range(len(part))]
+        rows = [int(name.rpartition("/")[2]) for name in names_of(part)]
         assert [found.classes[label] for label in part.labels] == [names[row] for row in rows]
-        assert all(shards.encoded(*place(part, n)).tobytes() == IMAGES[row] for n, row in enumerate(rows))
+        assert all(encoded(part.address(n)).tobytes() == IMAGES[row] for n, row in enumerate(rows))
 
 
 def test_rows_without_a_label_or_an_image(tmp_path):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests import warm
 from tests.command_line import PROJECT, environment
+from tests.data.photo_folders import photo
 from trainer.data.cache import cached_set, stored
 from trainer.data.cache.cache_blocks import read
 from trainer.data.cache.cached_set import build, bytes_of, missing
@@ -53,9 +53,8 @@ def packed(root):
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     root = tmp_path_factory.mktemp("photos")
-    drawn = np.random.default_rng(0)
     for number in range(120):
-        Image.fromarray(drawn.integers(0, 256, (40, 40, 3), np.uint8)).save(root / f"{number:03}.png")
+        photo(root / f"{number:03}.png", (40, 40), number)
     return root
 
 

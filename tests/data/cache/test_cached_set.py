@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, latest, losses, ok, result, trainer
 from tests.data.photo_folders import photo
 from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached
@@ -13,9 +13,9 @@ from trainer.processes.resources import locate
 from trainer.recipe import load
 
 
-def folder_of(root, each=12):
+def folder_of(root):
     for label, name in enumerate(("cat", "dog")):
-        for number in range(each):
+        for number in range(12):
             photo(root / name / f"{number}.{('png', 'jpg')[number % 2]}", size=(60, 50), seed=20 * number + label)
     return root
 
@@ -28,14 +28,13 @@ def photos(tmp_path):
 def words_for(photos, *more):
     words = ["mode=single", "model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=44"]
     words += ["augment.crop=resized", "batch_size=8", "epochs=2", f"data.cache_dir={photos.parent / 'cache'}", *QUIET]
-    given = {word.partition("=")[0] for word in more}
-    return [*(word for word in [*words, "data.workers=1"] if word.partition("=")[0] not in given), *more]
+    return latest(*words, "data.workers=1", *more)
 
 
-def train(photos, name, *more, **options):
+def train(photos, name, *more):
     """Losses of every step and figures of the end."""
     run = photos.parent / name
-    said = ok(*words_for(photos, f"output={run}", *more), **options).stdout
+    said = ok(*words_for(photos, f"output={run}", *more)).stdout
     return losses(run), result(run)["val_loss"], said
 
 

@@ -12,10 +12,6 @@ from trainer.recipe import load
 PETS = {"cat": 5, "dog": 5}
 
 
-def place(source, index=0):
-    return source.where(index)
-
-
 @pytest.mark.parametrize("train", ["train", "Train", "TRAINING"])
 @pytest.mark.parametrize("held_out", ["val", "valid", "Validation", "test"])
 def test_parts_are_known_by_many_names(tmp_path, train, held_out):
@@ -56,53 +52,29 @@ def test_the_training_folder_itself_finds_what_is_held_out_beside_it(tmp_path):
     assert (len(alone.train), len(alone.val)) == (8, 2)
 
 
-def flat(root):
-    for number in range(4):
-        photo(root / f"{number}.jpg")
+UNCLEAR = {  # what is said of so many photos in these folders, and a text
+    "{root} holds one class, 'cat': put the images of each in a folder of its own, {root}/<": {"cat": 3},
+    "{root} holds one class, 'photos': .*; if what it holds (pets) is the data set, type data.root={root}": {
+        "photos/pets/cat": 5,
+        "photos/pets/dog": 5,
+    },
+    "{root} holds 4 images and no class folders: put each class's images in a folder of its own, {root}/<cl": {"": 4},
+    "{root} holds val and no train: move the classes to be trained to {root}/train, or type "
+    "data.root={root}/val, which trains on that and holds out a part": PETS | {"val/cat": 5, "val/dog": 5},
+    "{root}: each class holds train and val: put the classes into these": dict.fromkeys(
+        ("cat/train", "cat/val", "dog/train", "dog/val"), 2
+    ),
+    "{root}: every class has one image, so none can be held out: give each two or more": {"cat": 1, "dog": 1},
+    "{root} holds no images that can be read here (1 other file (.txt)) and no class folders: put each": {},
+}
 
 
-def classes_beside_val(root):
-    photo_set(root, PETS)
-    photo_set(root / "val", PETS)
-
-
-def split_below_classes(root):
-    for name in PETS:
-        photo_set(root / name, {"train": 3, "val": 2})
-
-
-@pytest.mark.parametrize(
-    ("layout", "sentence"),
-    [
-        (
-            lambda root: photo_set(root, {"cat": 3}),
-            "{root} holds one class, 'cat': put the images of each in a folder of its own, {root}/<",
-        ),
-        (
-            lambda root: photo_set(root / "photos" / "pets", PETS),
-            "{root} holds one class, 'photos': .*; if what it holds (pets) is the data set, type data.root={root}",
-        ),
-        (
-            flat,
-            "{root} holds 4 images and no class folders: put each class's images in a folder of its own, {root}/<cl",
-        ),
-        (classes_beside_val, "{root} holds val and no train: move the classes to be trained to {root}/train, or type "),
-        (classes_beside_val, "data.root={root}/val, which trains on that and holds out a part"),
-        (split_below_classes, "{root}: each class holds train and val: put the classes into these"),
-        (
-            lambda root: photo_set(root, {"cat": 1, "dog": 1}),
-            "{root}: every class has one image, so none can be held out: give each two or more",
-        ),
-        (
-            lambda root: (root / "notes.txt").write_text(""),
-            "{root} holds no images that can be read here (1 other file (.txt)) and no class folders: put each",
-        ),
-    ],
-)
-def test_what_cannot_be_told_is_one_sentence_with_what_to_type(tmp_path, layout, sentence):
+@pytest.mark.parametrize("sentence", UNCLEAR)
+def test_what_cannot_be_told_is_one_sentence_with_what_to_type(tmp_path, sentence):
     root = tmp_path / "photos"  # alone in its folder
-    root.mkdir()
-    layout(root)
+    photo_set(root, UNCLEAR[sentence])
+    root.mkdir(exist_ok=True)
+    (root / "notes.txt").write_text("")
     with pytest.raises(SetupError, match=".*".join(map(re.escape, sentence.format(root=root).split(".*")))) as error:
         opened(root)
     assert "\n" not in str(error.value)

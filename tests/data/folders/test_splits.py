@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 
 from tests.command_line import QUIET, ok, result, trainer
-from tests.data.photo_folders import coloured, opened, photo, photo_set
+from tests.data.photo_folders import coloured, names_of, opened, photo_set
 from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued, draw, part_of
 from trainer.errors import SetupError
 from trainer.processes.rank import job_id
 from trainer.recipe import load
 from trainer.saving.run_folder import RunFolder
-
-
-def names_of(source):
-    return {source.name(index) for index in range(len(source))}
 
 
 @pytest.mark.parametrize(
@@ -30,17 +26,16 @@ def test_each_class_gives_its_share_and_keeps_something(counts, share, held_out)
 
 
 def test_name_and_seed_draw_it_whatever_lies_beside(tmp_path):
-    first = names_of(opened(photo_set(tmp_path, {"cat": 20, "dog": 20})).val)
-    assert names_of(opened(tmp_path).val) == first != names_of(opened(tmp_path, "seed=1").val)
+    first = {*names_of(opened(photo_set(tmp_path, {"cat": 20, "dog": 20})).val)}
+    assert {*names_of(opened(tmp_path).val)} == first != {*names_of(opened(tmp_path, "seed=1").val)}
     photo_set(tmp_path, {"emu": 20})
     assert {name for name in names_of(opened(tmp_path).val) if not name.startswith("emu")} == first
     assert len(opened(tmp_path, "data.val_fraction=0.5").val) == 30
 
 
 def test_a_table_without_a_split_gets_one(tmp_path):
-    for number in range(10):
-        photo(tmp_path / f"{number}.jpg")
-    rows = "".join(f"{number}.jpg,{('cat', 'dog')[number % 2]}\n" for number in range(10))
+    photo_set(tmp_path, {"x": 10})
+    rows = "".join(f"x/{number}.jpg,{('cat', 'dog')[number % 2]}\n" for number in range(10))
     (tmp_path / "labels.csv").write_text("file,label\n" + rows)
     found = opened(tmp_path, "data.labels=labels.csv")
     assert (len(found.train), len(found.val)) == (8, 2) and sorted(found.val.labels.tolist()) == [0, 1]
@@ -51,7 +46,7 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
     before = Before(frozenset(names_of(opened(tmp_path).val)))
     photo_set(tmp_path, {"cat": 30, "dog": 30})
     again = opened(tmp_path, "seed=5", before=before)
-    assert names_of(again.val) == before.held_out and len(again.train) == 56
+    assert {*names_of(again.val)} == before.held_out and len(again.train) == 56
     with pytest.raises(SetupError, match=r"split\.csv.*\boutput="):
         opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"})))
     other = opened(tmp_path, before=Before(frozenset({"cat/gone.jpg"}), elsewhere=True))
@@ -88,7 +83,7 @@ def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):
     words += ["batch_size=8", "max_steps=1", f"output={run}", *QUIET]
     assert trainer(*words, "model.init_from=nowhere").returncode == 4
     assert "16 training images" in ok(*words, "seed=1").stdout
-    assert part_of(run, "val") == names_of(opened(photos, "seed=1").val)
+    assert part_of(run, "val") == {*names_of(opened(photos, "seed=1").val)}
 
 
 def test_a_damaged_list_is_named(tmp_path):

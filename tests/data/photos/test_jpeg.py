@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision.io
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
+from tests.data.photos.test_decoding import XMP, exif
 from trainer.data.photos import jpeg
 from trainer.data.photos.decoding import open_encoded
-
-XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
 
 
 def gone(monkeypatch, folder):
@@ -65,12 +64,6 @@ def photo(mode="RGB", size=(120, 90)):
     return Image.fromarray((np.stack([x, y, (x + y) / 2], -1) + noise).astype(np.uint8)).convert(mode)
 
 
-def tags(orientation):
-    found = Image.Exif()
-    found[ExifTags.Base.Orientation] = orientation
-    return found
-
-
 def saved(mode="RGB", size=(120, 90), **options):
     file = io.BytesIO()
     photo(mode, size).save(file, "JPEG", quality=90, **options)
@@ -89,10 +82,10 @@ FILES = {
     "progressive": saved(progressive=True),
     "whole chroma": saved(subsampling=0),
     "odd": saved(size=(61, 33)),
-    **{f"turned {number}": saved(exif=tags(number)) for number in range(1, 9)},
-    "turned 9": saved(exif=tags(9)),
+    **{f"turned {number}": saved(exif=exif(number)) for number in range(1, 9)},
+    "turned 9": saved(exif=exif(9)),
     "XMP": saved(xmp=XMP),
-    "EXIF of 3, and XMP of 6": saved(exif=tags(3), xmp=XMP),
+    "EXIF of 3, and XMP of 6": saved(exif=exif(3), xmp=XMP),
 }
 
 

@@ -25,9 +25,9 @@ def scene(height=HEIGHT, width=WIDTH):
     return np.clip(127 + 100 * np.stack(waves, -1), 0, 255).astype(np.uint8)
 
 
-def saved(path, orientation=1, **options):
+def saved(path, orientation=1):
     turned = np.ascontiguousarray(TURNS[orientation](scene()))
-    Image.fromarray(turned).save(path, exif=exif(orientation), **{"quality": 95, **options})
+    Image.fromarray(turned).save(path, exif=exif(orientation), quality=95)
     return str(path)
 
 

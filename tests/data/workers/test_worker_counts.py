@@ -4,7 +4,7 @@ import pytest
 
 from trainer.data.loaders import workers_of
 from trainer.data.workers import worker_counts
-from trainer.data.workers.worker_counts import allowed, slots
+from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
 from trainer.errors import SetupError
 from trainer.recipe import load
 
@@ -62,3 +62,10 @@ def test_what_the_recipe_says_is_what_there_is_if_it_fits(machine):
         counted("data.workers=32")
     with pytest.raises(SetupError, match="need 300 MiB"):
         counted(batch=100 * MIB)
+
+
+def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
+    with pytest.raises(SetupError, match=r"workers=0.* --shm-size=\d+g"):
+        check_shared_memory(2**60, str(tmp_path))
+    check_shared_memory(2**60, "/not/here")
+    check_shared_memory(1, str(tmp_path))

@@ -7,19 +7,17 @@ import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests import warm
-from tests.command_line import BARE, QUIET, environment, ok
-from tests.data.test_loaders import AUGMENT, Items, epoch, loading, photo_sets, same
+from tests.command_line import QUIET, environment, ok
+from tests.data.photo_folders import photo_set
+from tests.data.test_loaders import AUGMENT, Items, comes_true, epoch, loading, photo_sets, same
 from trainer.errors import PeerError
 from trainer.saving.weights import read_weights
 
 __all__ = ["loading"]  # the fixture
-PATIENCE = 60
 
 
 class Noting(Items):
@@ -47,13 +45,6 @@ def read(path):
     return [int(line) for line in path.read_text().split()]
 
 
-def comes_true(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def children():
     return {child.pid for child in multiprocessing.active_children()}
 
@@ -62,18 +53,12 @@ def evaluated(loader, then=None):
     return [(x.inputs.clone(), x.targets.clone(), x.count) for x in loader.evaluation(then)]
 
 
-def alike(a, b):
-    return len(a) == len(b) and all(
-        torch.equal(x, y) and torch.equal(s, t) and m == n for (x, s, m), (y, t, n) in zip(a, b, strict=True)
-    )
-
-
 def test_the_same_workers_read_training_and_evaluation(loading):
     inline, forked = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
     seen = set()
     for number in range(3):
         assert same(epoch(forked, number), epoch(inline, number))
-        assert alike(evaluated(forked, number + 1), evaluated(inline))
+        assert same(evaluated(forked, number + 1), evaluated(inline))
         seen |= children()
     assert len(seen) == 2
 
@@ -106,11 +91,11 @@ def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
     inline, loader = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
     for number, start, then in ((0, 0, 1), (5, 1, 5), (5, 0, 6), (6, 2, 9), (9, 0, None)):
         assert same(epoch(loader, number, start), epoch(inline, number, start))
-        assert alike(evaluated(loader, then), evaluated(inline))
+        assert same(evaluated(loader, then), evaluated(inline))
         next(loader.training(3))
     kept = loader.training(3)
     next(kept)
-    assert alike(evaluated(loader), evaluated(inline)) and len(children()) == 2
+    assert same(evaluated(loader), evaluated(inline)) and len(children()) == 2
     with pytest.raises(RuntimeError, match="dropped"):
         next(kept)
 
@@ -160,25 +145,13 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(er
 @pytest.mark.slow
 def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
     photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
-    _photos(tmp_path / "set")
+    photo_set(tmp_path / "set", {"a": 9, "b": 9}, split=True, size=(100, 80))
     words = ["model.name=cnn", *photos, "batch_size=6", "epochs=2", "threads=1", "mode=single", *QUIET]
-    words += BARE
     found = []
     for number in ("0", "2", "null"):
         ok(*words, f"data.workers={number}", f"output={tmp_path / number}")
         found.append(read_weights(tmp_path / number / "last.safetensors")[0])
     assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
-
-
-def _photos(root):
-    """Two classes of nine photos."""
-    generator = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in "ab":
-            (root / split / name).mkdir(parents=True)
-            for n in range(9):
-                pixels = generator.integers(0, 256, (80, 100, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def photos(tmp_path):
 def words_for(photos, name, *more):
     words = ["model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=32"]
     words += ["augment.crop=resized", "batch_size=8", "epochs=2", "data.workers=1", *QUIET]
-    return last("mode=single", *words, f"output={photos.parent / name}", *more)
+    return latest("mode=single", *words, f"output={photos.parent / name}", *more)
 
 
 def skipped(folder):

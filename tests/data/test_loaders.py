@@ -87,7 +87,7 @@ def loading():
     made = []
 
     def loader_of(sets, *words, shard=None):
-        recipe = load(None, *last("batch_size=8", "data.workers=0", "timeout=30", *words))
+        recipe = load(None, *latest("batch_size=8", "data.workers=0", "timeout=30", *words))
         made.append(Loader(sets, recipe, task_of(recipe, sets), shard or DataShare(), CPU))
         return made[-1]
 

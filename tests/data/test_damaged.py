@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.command_line import QUIET, latest, losses, ok, result, trainer
 from tests.data.photo_folders import cut, photo, photo_set
 from trainer.data.damaged import looks_whole
 

@@ -27,25 +27,27 @@ class Plain(nn.Module):
     def body(self, x):
         return torch.tanh(self.b(torch.tanh(self.a(x.flatten(1)))))
 
+    def between(self, x):
+        return x
+
     def head(self, x):
         return self.out(torch.tanh(self.c(x)))
 
     def forward(self, x):
-        return self.head(self.body(x))
+        return self.head(self.between(self.body(x)))
 
 
 class NoGrad(Plain):
     """A linear probe."""
 
-    def forward(self, x):
+    def body(self, x):
         with torch.no_grad():
-            x = self.body(x)
-        return self.head(x)
+            return super().body(x)
 
 
 class Detached(Plain):
-    def forward(self, x):
-        return self.head(self.body(x).detach())
+    def between(self, x):
+        return x.detach()
 
 
 class Branches(Plain):
@@ -56,34 +58,32 @@ class Branches(Plain):
         return self.head(x) + self.out(x.detach() * 2)
 
 
-class OwnTrain(Plain):
-    """The usual way to freeze BatchNorm."""
-
+class Normed(Plain):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x):
+        return self.norm(x)
+
+
+class OwnTrain(Normed):
+    """The usual way to freeze BatchNorm."""
 
     def train(self, mode=True):
         super().train(mode)
         self.norm.eval()
         return self
 
-    def forward(self, x):
-        return self.head(self.norm(self.body(x)))
 
-
-class Normed(Plain):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        return self.head(self.norm(self.body(x)))
+class Squashed(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return super().forward(inputs).sigmoid()
 
 
 class NumpyDraw(Plain):
-    def forward(self, x):
-        return self.head(self.body(x) * (np.random.uniform(0.5, 1.5) if self.training else 1.0))
+    def between(self, x):
+        return x * np.random.uniform(0.5, 1.5) if self.training else x
 
 
 class OwnNumpy(Plain):
@@ -91,8 +91,8 @@ class OwnNumpy(Plain):
         super().__init__()
         self.drawing = np.random.default_rng(0)
 
-    def forward(self, x):
-        return self.head(self.body(x) * (self.drawing.uniform(0.5, 1.5) if self.training else 1.0))
+    def between(self, x):
+        return x * self.drawing.uniform(0.5, 1.5) if self.training else x
 
 
 class OwnGenerator(Plain):
@@ -100,11 +100,8 @@ class OwnGenerator(Plain):
         super().__init__()
         self.drawing = torch.Generator().manual_seed(0)
 
-    def forward(self, x):
-        x = self.body(x)
-        if self.training:
-            x = x + torch.randn(x.shape, generator=self.drawing)
-        return self.head(x)
+    def between(self, x):
+        return x + torch.randn(x.shape, generator=self.drawing) if self.training else x
 
 
 class Dropped(Plain):
@@ -112,8 +109,8 @@ class Dropped(Plain):
         super().__init__()
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x):
-        return self.head(self.drop(self.body(x)))
+    def between(self, x):
+        return self.drop(x)
 
 
 class Block(nn.Module):
@@ -132,19 +129,22 @@ class LayerDrop(Plain):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(4))
 
-    def forward(self, x):
-        x = self.body(x)
+    def between(self, x):
         for layer in self.layers:
             if not self.training or torch.rand(()).item() > 0.3:
                 x = layer(x)
-        return self.head(x)
+        return x
 
 
 class Routed(Plain):
-    """Each sample goes to one of two experts: hard routing, as in a mixture of experts."""
+    """Each sample goes to one of two experts, and none to a third: hard routing, as in a mixture of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        first = x.flatten(1)[:, :8].sum(1) > 4
+        first = x.flatten(1)[:, 20] > 0
         x = torch.tanh(self.a(x.flatten(1)))
         out = x
         for expert, rows in ((self.b, first.nonzero().flatten()), (self.c, (~first).nonzero().flatten())):
@@ -193,10 +193,9 @@ class RunningCentre(Plain):
         super().__init__()
         self.register_buffer("centre", torch.zeros(WIDTH))
 
-    def forward(self, x):
-        x = self.body(x)
+    def between(self, x):
         self.centre.lerp_(x.detach().mean(0), 0.3 * self.training)
-        return self.head(x - self.centre)
+        return x - self.centre
 
 
 class Teacher(Plain):
@@ -218,32 +217,19 @@ class Teacher(Plain):
 class Clamped(Plain):
     """A bound on the weights, held in each pass."""
 
-    def forward(self, x):
+    def body(self, x):
         if self.training:
             self.b.weight.data.clamp_(-0.1, 0.1)
-        return self.head(self.body(x))
+        return super().body(x)
 
 
 class SinglePart(Plain):
     """A part that autocast is kept from, where half precision would lose everything."""
 
-    def forward(self, x):
-        x = self.body(x)
+    def head(self, x):
         with torch.autocast(x.device.type, enabled=False):
             x = self.c(x.float() / 1000 + 1) - self.c(torch.ones_like(x, dtype=torch.float32))
         return self.out(torch.tanh(x * 1000))
-
-
-class RootHook(Plain):
-    def __init__(self):
-        super().__init__()
-        self.register_forward_hook(lambda module, inputs, outputs: outputs * 0.3)
-
-
-class RootBackwardHook(Plain):
-    def __init__(self):
-        super().__init__()
-        self.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.3,))
 
 
 class Body(nn.Module):
@@ -264,12 +250,6 @@ class Nested(nn.Module):
         return self.out(torch.tanh(self.c(self.body(x))))
 
 
-class InnerHook(Nested):
-    def __init__(self):
-        super().__init__()
-        self.body.register_forward_hook(lambda module, inputs, outputs: outputs * 3)
-
-
 class Captured(Nested):
     """A hook keeps what a later part reads."""
 
@@ -287,28 +267,10 @@ class Captured(Nested):
 class GradientHook(Plain):
     """A hook of a value."""
 
-    def forward(self, x):
-        x = self.body(x)
+    def between(self, x):
         if torch.is_grad_enabled():
             x.register_hook(lambda gradient: gradient * 0.1)
-        return self.head(x)
-
-
-class ParameterHooks(Plain):
-    def __init__(self):
-        super().__init__()
-        self.a.weight.register_hook(lambda gradient: gradient * 0.1)
-        self.b.weight.register_hook(lambda gradient: gradient * 10)
-
-
-class AccumulatedHook(Plain):
-    def __init__(self):
-        super().__init__()
-        self.a.weight.register_post_accumulate_grad_hook(self.shrink)
-
-    @staticmethod
-    def shrink(parameter):
-        parameter.grad.mul_(0.1)
+        return x
 
 
 class Reversal(torch.autograd.Function):
@@ -322,8 +284,8 @@ class Reversal(torch.autograd.Function):
 
 
 class Reversed(Plain):
-    def forward(self, x):
-        return self.head(Reversal.apply(self.body(x)))
+    def between(self, x):
+        return Reversal.apply(x)
 
 
 class Toggled(Plain):
@@ -337,46 +299,15 @@ class Toggled(Plain):
 
 
 class Checkpointed(Plain):
-    def forward(self, x):
-        x = checkpoint(self.body, x, use_reentrant=False) if self.training else self.body(x)
-        return self.head(x)
-
-
-class Spectral(Plain):
-    def __init__(self):
-        super().__init__()
-        self.b = parametrizations.spectral_norm(self.b)
-
-
-class WeightNormed(Plain):
-    def __init__(self):
-        super().__init__()
-        self.b = parametrizations.weight_norm(self.b)
-
-
-class Pruned(Plain):
-    def __init__(self):
-        super().__init__()
-        prune.l1_unstructured(self.b, "weight", 0.5)
-
-
-class Tied(Plain):
-    def __init__(self):
-        super().__init__()
-        self.c.weight = self.b.weight
+    def body(self, x):
+        return checkpoint(super().body, x, use_reentrant=False) if self.training else super().body(x)
 
 
 class Twice(Plain):
     """One layer in two places."""
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(self.body(x))))
-
-
-class Unused(Plain):
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(WIDTH, WIDTH)
+    def between(self, x):
+        return torch.tanh(self.b(x))
 
 
 class ScalarParameter(Plain):
@@ -384,8 +315,8 @@ class ScalarParameter(Plain):
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x):
-        return self.head(self.gain * self.body(x))
+    def between(self, x):
+        return self.gain * x
 
 
 class ComplexParameter(Plain):
@@ -393,8 +324,8 @@ class ComplexParameter(Plain):
         super().__init__()
         self.turn = nn.Parameter(torch.view_as_complex(torch.randn(WIDTH, WIDTH, 2) / 4))
 
-    def forward(self, x):
-        return self.head((self.body(x).to(torch.complex64) @ self.turn).real)
+    def between(self, x):
+        return (x.to(torch.complex64) @ self.turn).real
 
 
 class MixedPrecision(nn.Module):
@@ -427,20 +358,17 @@ class ExtraState(Plain):
     def set_extra_state(self, state):
         self.gain = state["gain"]
 
-    def forward(self, x):
+    def between(self, x):
         if self.training:
             self.gain = min(3.0, self.gain + 0.5)
-        return self.head(self.gain * self.body(x))
+        return self.gain * x
 
 
 class Deciding(Plain):
     """Control flow that depends on values."""
 
-    def forward(self, x):
-        x = self.body(x)
-        if x.detach().abs().mean() > 0:
-            x = x * 2
-        return self.head(x)
+    def between(self, x):
+        return x * 2 if x.detach().abs().mean() > 0 else x
 
 
 class InPlace(Plain):
@@ -472,22 +400,62 @@ class Lazy(nn.Module):
         return self.out(torch.tanh(self.b(torch.tanh(self.a(x.flatten(1))))))
 
 
-class Frozen(Plain):
-    def __init__(self):
-        super().__init__()
-        self.a.requires_grad_(False)
+def changed(change, kind=Plain):
+    """Makes models that are changed after they are made."""
+
+    def make():
+        model = kind()
+        change(model)
+        return model
+
+    return make
 
 
+def hook_parameters(model):
+    model.a.weight.register_hook(lambda gradient: gradient * 0.1)
+    model.b.weight.register_hook(lambda gradient: gradient * 10)
+
+
+def shrink(parameter):
+    parameter.grad.mul_(0.1)
+
+
+def shrink_input(module, inputs):
+    return (inputs[0] * 0.3,)
+
+
+def shrink_output(module, inputs, outputs):
+    return outputs * 0.3
+
+
+def shrink_gradient(module, gradients):
+    return (gradients[0] * 0.3,)
+
+
+CHANGED = {
+    "RootHook": changed(lambda model: model.register_forward_hook(shrink_output)),
+    "RootHookBefore": changed(lambda model: model.register_forward_pre_hook(shrink_input)),
+    "RootBackwardHook": changed(lambda model: model.register_full_backward_pre_hook(shrink_gradient)),
+    "InnerHook": changed(lambda model: model.body.register_forward_hook(shrink_output), Nested),
+    "InnerBackwardHook": changed(lambda model: model.body.register_full_backward_pre_hook(shrink_gradient), Nested),
+    "ParameterHooks": changed(hook_parameters),
+    "AccumulatedHook": changed(lambda model: model.a.weight.register_post_accumulate_grad_hook(shrink)),
+    "Spectral": changed(lambda model: parametrizations.spectral_norm(model.b)),
+    "WeightNormed": changed(lambda model: parametrizations.weight_norm(model.b)),
+    "Pruned": changed(lambda model: prune.l1_unstructured(model.b, "weight", 0.5)),
+    "Tied": changed(lambda model: model.c.register_parameter("weight", model.b.weight)),
+    "Unused": changed(lambda model: model.add_module("spare", nn.Linear(WIDTH, WIDTH))),
+    "Frozen": changed(lambda model: model.a.requires_grad_(False)),
+}
 DRAWS = {NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop}
 WHOLE_BATCH = {TwoWays, Normed, RunningCentre, Tracking}  # another result for a part of a batch, by their nature
 HALF = {SinglePart, MixedHalf}  # of few digits
 KINDS = [
     *(Plain, NoGrad, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer, RunningCentre),
-    *(Teacher, Clamped, SinglePart, RootHook, RootBackwardHook, InnerHook, Captured, GradientHook, ParameterHooks),
-    *(AccumulatedHook, Reversed, Toggled, Checkpointed, Spectral, WeightNormed, Pruned, Tied, Twice, Unused),
-    *(ScalarParameter, ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, Tracking, Lazy),
-    *(Frozen, NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop),
+    *(Teacher, Clamped, SinglePart, Captured, GradientHook, Reversed, Toggled, Checkpointed, Twice, ScalarParameter),
+    *(ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, Tracking, Lazy, NumpyDraw, OwnNumpy),
+    *(OwnGenerator, Dropped, LayerDrop),
 ]
-ODD = {kind.__name__: kind for kind in KINDS}
+ODD = {**{kind.__name__: kind for kind in KINDS}, **CHANGED}
 for _name, _kind in ODD.items():
     register_model(_name)(lambda num_classes, channels, image_size, kind=_kind: kind())

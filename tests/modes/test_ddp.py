@@ -25,25 +25,12 @@ TRAINED += ["augment.crop=none", "epochs=1", "max_steps=20", "threads=1", "timeo
 CNN = ["model.name=cnn_gn", "optimizer.lr=0.01"]
 SYNC = ["model.name=cnn", "sync_bn=true", "optimizer.lr=0.001"]
 
-# A model with a layer that no pass uses, and what each rank got in each step and ends with.
+# What each rank got in each step and ends with; and a model with a layer that no pass uses.
 PLUGIN = """
 import hashlib, json
 import torch
-from torch import nn
-from trainer import register_model
+from tests.modes import odd_models
 from trainer.modes.ddp import DistributedDataParallel
-
-class HalfUsed(nn.Module):
-    def __init__(self, inputs, classes):
-        super().__init__()
-        self.first, self.unused, self.second = nn.Linear(inputs, 32), nn.Linear(8, 8), nn.Linear(32, classes)
-
-    def forward(self, x):
-        return self.second(self.first(x.flatten(1)).relu())
-
-@register_model("half_used")
-def build(num_classes, channels, image_size):
-    return HalfUsed(channels * image_size ** 2, num_classes)
 
 class Noting(DistributedDataParallel):
     sent = ()
@@ -76,7 +63,7 @@ def folder(tmp_path):
     ("ranks", "words"),
     [
         (3, CNN),
-        (2, ["model.name=half_used", "precision=fp16", "optimizer.lr=0.1"]),
+        (2, ["model.name=Unused", "precision=fp16", "optimizer.lr=0.1"]),
         (2, [*CNN, "accumulate=2", "clip_grad_norm=0.5", "model.freeze=1", "ema=0.9"]),
         pytest.param(2, [*SYNC, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
         pytest.param(2, [*CNN, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
@@ -122,37 +109,13 @@ def test_half_of_the_bytes_are_exchanged_to_measure_communication(monkeypatch):
     assert sizes["null"] == 4 * 15 and sizes["bf16"] == 2 * 15
 
 
-ROUTING = """
-import torch
-from torch import nn
-from trainer import register_model
-
-class Routing(nn.Module):
-    def __init__(self, inputs, classes):
-        super().__init__()
-        self.first, self.last = nn.Linear(inputs, 8), nn.Linear(8, classes)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):  # each sample to one of two experts, by a feature of its own
-        x = x.flatten(1)
-        hidden = out = torch.tanh(self.first(x))
-        for expert, rows in zip(self.experts, ((x[:, 20] > 0).nonzero()[:, 0], (x[:, 20] <= 0).nonzero()[:, 0])):
-            if len(rows):
-                out = out.index_add(0, rows, expert(hidden[rows]))
-        return self.last(out)
-
-register_model("routing")(lambda num_classes, channels, image_size: Routing(channels * image_size**2, num_classes))
-"""
-
-
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_experts_that_samples_choose_train_as_on_one_device(accumulate, tmp_path):
     """Which experts a rank's part of a batch needs differs from batch to batch, and from rank to rank."""
-    (tmp_path / "routes.py").write_text(ROUTING)
-    words = ["recipe=digits", "plugin=routes", "model.name=routing", "batch_size=4", "max_steps=30", *WHOLE]
-    words += [f"accumulate={accumulate}", "optimizer.weight_decay=0.1", "augment.crop=none", "threads=1"]
+    words = ["recipe=digits", "plugin=tests.modes.odd_models", "model.name=Routed", "batch_size=4", "max_steps=30"]
+    words += [*WHOLE, f"accumulate={accumulate}", "optimizer.weight_decay=0.1", "augment.crop=none", "threads=1"]
     for name, mode in (("single", ["mode=single"]), ("ddp", ["mode=ddp", "nproc=2"])):
-        said = ok(*words, *mode, f"output={tmp_path / name}", cwd=tmp_path)
+        said = ok(*words, *mode, f"output={tmp_path / name}")
         assert "find_unused" not in said.stdout + said.stderr
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("single", "ddp"))

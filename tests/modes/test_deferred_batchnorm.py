@@ -10,6 +10,8 @@ from torch.nn.functional import batch_norm
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.unlucky_models import Renormalised
+from tests.modes.odd_models import Squashed
 from trainer.data import Example, TensorSpec
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
@@ -46,10 +48,6 @@ class Deferred:
         self.statistics.commit()
 
 
-def deferred(layer, area=16):
-    return Deferred(layer, area)
-
-
 def batch(number=0, rows=12):
     """Images that differ from row to row, as a sorted data set's."""
     generator = torch.Generator().manual_seed(number)
@@ -61,21 +59,26 @@ def statistics(layer):
     return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
-def agree(ours, theirs):
-    torch.testing.assert_close(statistics(ours), statistics(theirs), rtol=1e-6, atol=1e-6)
+def agree(ours, theirs, tolerance=1e-6):
+    torch.testing.assert_close(statistics(ours), statistics(theirs), rtol=tolerance, atol=tolerance)
+
+
+def assert_alike(ours, theirs, images, sizes, tolerance=1e-6):
+    """A mini-batch in micro-batches leaves the statistics that it leaves as a whole."""
+    theirs(images)
+    for piece in images.split(sizes):
+        ours(piece)
+    ours.commit()
+    agree(ours.layer, theirs, tolerance)
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, (12,)])
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"momentum": 0.7, "eps": 0.1}, {"affine": False}], ids=str)
 def test_statistics_of_the_whole_mini_batch(sizes, options):
     theirs = norm(**options)
-    ours = deferred(theirs)
+    ours = Deferred(theirs)
     for number in range(3):
-        theirs(batch(number))
-        for piece in batch(number).split(sizes):
-            ours(piece)
-        ours.commit()
-        agree(ours.layer, theirs)
+        assert_alike(ours, theirs, batch(number), sizes)
     assert ours.layer.num_batches_tracked == 3 and ours.layer.momentum == theirs.momentum
     torch.testing.assert_close(ours.layer.eval()(batch(7)), theirs.eval()(batch(7)))
 
@@ -83,17 +86,13 @@ def test_statistics_of_the_whole_mini_batch(sizes, options):
 @pytest.mark.parametrize("shape", [(12, 3), (12, 3, 5), (12, 3, 2, 2, 2)])
 def test_every_number_of_dimensions(shape):
     theirs = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm3d)(3)
-    ours = deferred(theirs, area=math.prod(shape[2:]))
+    ours = Deferred(theirs, area=math.prod(shape[2:]))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2 + 5
-    theirs(images)
-    for piece in images.split((8, 4)):
-        ours(piece)
-    ours.commit()
-    agree(ours.layer, theirs)
+    assert_alike(ours, theirs, images, (8, 4))
 
 
 def test_a_mini_batch_that_is_given_up_leaves_no_trace():
-    ours = deferred(norm(momentum=0.3))
+    ours = Deferred(norm(momentum=0.3))
     before = statistics(ours.layer)
     ours.commit()
     ours(batch())
@@ -112,21 +111,17 @@ def test_a_mini_batch_that_is_given_up_leaves_no_trace():
 def test_what_changes_between_mini_batches_is_heeded():
     """A checkpoint that is loaded, rank 0's buffers, a momentum that follows a plan."""
     theirs = norm()
-    ours = deferred(theirs)
+    ours = Deferred(theirs)
     for momentum in (0.1, 0.5):
         for layer in (ours.layer, theirs):
             layer.momentum = momentum
             layer.running_mean.fill_(momentum)
-        theirs(batch())
-        for piece in batch().split(EVEN):
-            ours(piece)
-        ours.commit()
-        agree(ours.layer, theirs)
+        assert_alike(ours, theirs, batch(), EVEN)
 
 
 def test_activations_computed_twice_count_once():
     theirs = norm()
-    ours = deferred(theirs)
+    ours = Deferred(theirs)
     theirs(batch())
     passes = []
     ours.layer.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -158,14 +153,14 @@ def test_layers_of_one_stage_with_their_own_momenta():
     assert [layer.momentum for layer in model] == [0.1, None, 0.5, 0.1]
 
 
-def refused(model, shape=(3, 8, 8)):
+def layers_of(model):
+    return deferrable(model, Example(4, TensorSpec((3, 8, 8), torch.float32)), "set it to false")
+
+
+def refused(model):
     with pytest.raises(RecipeError) as error:
-        deferrable(model, Example(4, TensorSpec(shape, torch.float32)), "set it to false")
+        layers_of(model)
     return str(error.value)
-
-
-def layers_of(model, shape=(3, 8, 8)):
-    return deferrable(model, Example(4, TensorSpec(shape, torch.float32)), "")
 
 
 class Activated(nn.BatchNorm2d):
@@ -181,18 +176,6 @@ class Activated(nn.BatchNorm2d):
         mean, variance = self.running_mean, self.running_var
         x = batch_norm(inputs, mean, variance, self.weight, self.bias, self.training, self.momentum or 0.0, self.eps)
         return self.act(self.drop(x))
-
-
-class OnTop(nn.BatchNorm2d):
-    def forward(self, inputs):
-        return super().forward(inputs).relu()
-
-
-class Renormalised(nn.BatchNorm2d):
-    """Reads in training what was learned so far (Ioffe, arXiv:1702.03275)."""
-
-    def forward(self, inputs):
-        return super().forward(inputs) * self.running_var.rsqrt().view(1, -1, 1, 1)
 
 
 class Hasty(nn.BatchNorm2d):
@@ -215,7 +198,7 @@ def test_subclasses_that_only_add_are_left_as_they_are():
     odd.forward = lambda inputs: nn.BatchNorm2d.forward(odd, inputs).tanh()
     parametrized = nn.BatchNorm2d(3)
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
-    layers = [Activated(3), OnTop(3), odd, parametrized, nn.BatchNorm2d(3), nn.SyncBatchNorm(3)]
+    layers = [Activated(3), Squashed(3), odd, parametrized, nn.BatchNorm2d(3), nn.SyncBatchNorm(3)]
     model = nn.Sequential(nn.Conv2d(3, 3, 3, stride=2), *layers)
     kinds = [type(layer) for layer in model]
     assert layers_of(model) == dict.fromkeys(layers, 9)
@@ -225,7 +208,7 @@ def test_subclasses_that_only_add_are_left_as_they_are():
 
 @pytest.mark.parametrize("kind", [Renormalised, Hasty, Counting])
 def test_a_subclass_that_takes_them_otherwise_is_refused_by_its_name(kind):
-    said = refused(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(OnTop(3), kind(3))))
+    said = refused(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(Squashed(3), kind(3))))
     assert said.startswith(f"layer 1.1 ({kind.__name__}) ")
 
 
@@ -241,12 +224,8 @@ def test_others_that_keep_statistics_are_refused():
 @pytest.mark.gpu
 def test_statistics_on_a_gpu():
     theirs = norm().cuda()
-    ours = deferred(theirs)
-    theirs(batch().cuda())
-    for piece in batch().cuda().split(UNEVEN):
-        ours(piece)
-    ours.commit()
-    torch.testing.assert_close(statistics(ours.layer), statistics(theirs), rtol=1e-5, atol=1e-5)
+    ours = Deferred(theirs)
+    assert_alike(ours, theirs, batch().cuda(), UNEVEN, 1e-5)
 
 
 def test_what_is_frozen_gathers_nothing():

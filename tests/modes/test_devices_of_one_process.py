@@ -8,24 +8,18 @@ import torch
 from torch import nn
 
 from tests.command_line import losses
-from tests.contexts import mode_of
+from tests.modes.pipeline.test_streams import staged
 from tests.simulated.simcuda import runs, simulated
 from trainer.data import Batch
 from trainer.models import zoo
 from trainer.modes.pipeline import stages, streams
-from trainer.processes.rank import Place
-from trainer.processes.world import World
-from trainer.recipe import load
 from trainer.training.randomness import random_states, restore_random_states
 
 CARDS = tuple(torch.device("cuda", index) for index in range(2))
 
 
-def set_up(words, model, rows=16, drives=CARDS):
-    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = mode_of(load({"batch_size": rows, "channels_last": False}, *words.split()), world, (rows, 4), classes=3)
-    strategy.setup(model)
-    return strategy
+def set_up(words, model, rows=16):
+    return staged(model, CARDS, words, (rows, 4), classes=3)
 
 
 def halves():

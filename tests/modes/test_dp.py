@@ -6,23 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contexts import mode_of
+from tests.modes.pipeline.test_streams import CPU, staged
 from tests.simulated.simcuda import simulated
 from trainer.data import Batch
 from trainer.modes.dp import rows_of_devices
-from trainer.processes.rank import Place
-from trainer.processes.world import World
-from trainer.recipe import load
-
-CPU = torch.device("cpu")
 
 
 def parallel(drives, rows=10, model=None, words="channels_last=false", shape=(1, 2, 2)):
     """The mode on some devices; its model takes (N, 1, 2, 2) and has 3 classes."""
-    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = mode_of(load(None, "mode=dp", words), world, (rows, *shape), classes=3)
-    strategy.setup(model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
-    return strategy
+    model = model or nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    return staged(model, drives, f"mode=dp {words}", (rows, *shape), classes=3)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +47,7 @@ def test_without_cuda_it_says_that_it_passes_through(drives, rows, says):
 
 def test_the_look_at_the_shapes_leaves_no_trace():
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 3))
-    parallel((CPU, CPU), 10, model)
+    model = parallel((CPU, CPU), 10, model).module
     assert model[0].num_batches_tracked == 0 and not model._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
 

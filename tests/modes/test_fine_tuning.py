@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line import BARE, losses, ok, result, steps, trainer
+from tests.modes.ways import EXACT, WORKERS
 from tests.training.test_training import SAME
 from trainer.models.zoo import build
 from trainer.optim.trainable import normalises_batches
@@ -27,19 +28,18 @@ OPTIONS = {
 }
 CUT = {"cnn_gn": "7", "vit_tiny": "encoder.layers.encoder_layer_1"}
 WAYS = {
-    "dp": ["mode=dp", "devices=[cpu,cpu]"],
-    "ddp": ["mode=ddp", "nproc=2"],
+    "dp": EXACT["dp"],
+    "ddp": EXACT["ddp"],
     "split": ["mode=split", "devices=[cpu,cpu]", "pipeline.cuts=[{cut}]"],
     "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
     "1f1b": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
     "recomputed": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "recompute=true"],
-    "zbv": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=zbv"],
-    "zerobubble": ["mode=pipeline", "nproc=2", "pipeline.microbatches=4", "pipeline.schedule=interleavedzerobubble"],
+    "zbv": EXACT["zbv"],
+    "zerobubble": EXACT["interleavedzerobubble"],
     "2x2": ["mode=pipeline", "nproc=4", "pipeline.stages=2", "pipeline.microbatches=4", "pipeline.cuts=[{cut}]"],
     "one": ["mode=local_sgd", "nproc=1"],  # a worker alone is `single`, where batches divide the set
 }
 DIVIDED = ["data.name=synthetic", "data.samples=256", "data.val_samples=64", "data.image_size=8"]
-APART = {"local_sgd": ["mode=local_sgd", "nproc=2", "local_sgd.every=2"], "hogwild": ["mode=hogwild", "nproc=2"]}
 FAST = {
     ("streams", "frozen"),
     ("zbv", "frozen"),
@@ -97,7 +97,8 @@ NORMS = {
     **{way: WAYS[way] for way in ("dp", "ddp", "split", "streams", "1f1b", "zbv", "recomputed")},
     "single": ["mode=single"],
     "sync_bn": ["mode=ddp", "nproc=2", "sync_bn=true"],
-    **APART,
+    "local_sgd": ["mode=local_sgd", "nproc=2", "local_sgd.every=2"],
+    "hogwild": WORKERS["hogwild"],
 }
 
 
@@ -137,10 +138,6 @@ def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            "model.freeze=9 mode=single",
-            "cnn has 4 blocks of layers (0, 4, 8, 13), and the last has to train: model.freeze=3 is the most",
-        ),
         ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
         ("optimizer.name=muon model.freeze=-1 mode=pipeline devices=[cpu,cpu]", "cnn has none that train"),
     ],

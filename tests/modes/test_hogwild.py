@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, result, steps, trainer
+from tests.command_line import QUIET, alive, blocks, environment, ok, orphaned_blocks, result, steps, trainer
 from tests.contexts import mode_of
 from tests.worlds import gathered, on_ranks
 from trainer.errors import SetupError
@@ -128,7 +128,7 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_run(tmp_path):
     """No rank has a file in /dev/shm, open or mapped, while it trains: so none is left however it ends."""
     run = tmp_path / "run"
     words = ["recipe=digits_hogwild", "nproc=2", "epochs=5000", *QUIET, f"output={run}"]
-    before = set(os.listdir("/dev/shm"))
+    before = blocks()
     process = warm.Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: process.poll() is not None or ((run / "steps.csv").exists() and len(steps(run)) > 30))
@@ -145,16 +145,8 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_run(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    wait_for(lambda: not any(is_running(pid) for pid in ranks))
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [name for name in left if "trainer" in name]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for(lambda: not any(map(alive, ranks)))
+    assert not orphaned_blocks(before)
 
 
 def wait_for(condition, seconds=90):

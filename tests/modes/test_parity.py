@@ -25,15 +25,8 @@ DEEP = ("model.name=vit_tiny", "optimizer.lr=0.1")  # which can be cut into eigh
 TWICE = ("data.samples=640", "epochs=2")  # 10 steps, an evaluation and a checkpoint, and the same again
 ALL_IN_A_STEP = ("data.samples=64", "epochs=20")  # so that workers together have the images that `single` has
 ALONE = {f"{mode} alone": [f"mode={mode}", "nproc=1"] for mode in WORKERS}
-AVERAGED = {
-    f"local_sgd averaging every step {n}": [
-        "mode=local_sgd",
-        f"nproc={n}",
-        "local_sgd.every=1",
-        "local_sgd.outer_momentum=0",
-    ]
-    for n in (2, 4)
-}
+EVERY_STEP = ["mode=local_sgd", "local_sgd.every=1", "local_sgd.outer_momentum=0"]
+AVERAGED = {f"local_sgd averaging every step {n}": [*EVERY_STEP, f"nproc={n}"] for n in (2, 4)}
 PIPES = {
     f"{schedule} {name}": ["mode=pipeline", f"pipeline.schedule={schedule}", "pipeline.microbatches=8", *words]
     for schedule in SCHEDULES

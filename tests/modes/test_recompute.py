@@ -103,15 +103,14 @@ def test_every_mode_has_the_bits_of_the_run_that_keeps_activations(way, trained)
     assert result(anew)["losses"] == result(kept)["losses"]
 
 
+COMPILED = [way for way in WAYS if way not in ("single", "dp")]  # replicas of dp are not compiled
 TRACED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way if way == "single" else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
+@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.full) for way in COMPILED)])
 def test_every_mode_has_these_bits_where_blocks_are_compiled(way, tmp_path):
     """Traced, and run as they are: what torch's compiler makes of a graph rounds otherwise."""
-    if way == "dp":
-        pytest.skip("its replicas are not compiled")
     (tmp_path / "noisy.py").write_text(PLUGIN + TRACED)
     kept, anew = both_ways(with_all(WAYS[way]), tmp_path)
     torch.testing.assert_close(everything(anew), everything(kept), rtol=0, atol=0)

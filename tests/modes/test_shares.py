@@ -29,20 +29,13 @@ from trainer.training.sharing import most_held
 ALL = ["accumulate=2", "augment.mixup=0.2", "augment.cutmix=1.0", "clip_grad_norm=0.5", "loss.label_smoothing=0.1"]
 GENTLE = "optimizer.lr=0.001"  # at 0.01 equal shares too are 3e-5 from `single` after fourteen such steps
 NORMALISED = ["model.name=cnn", "sync_bn=true"]
+GRAPHS = ["plugin=tests.simulated.tape_plugin", "graphs=true", "loss.class_weights=[1,2,3,1,1,1,0.5,1,1,4]"]
 WAYS = {
     "ddp": ["mode=ddp", "nproc=2", "shares=[3,1]"],
     "fsdp": ["mode=fsdp", "nproc=3", "shares=[5,2,1]"],
     "ddp, all options": ["mode=ddp", "nproc=3", "shares=[1,5,2]", *ALL],
     "fsdp, all options": ["mode=fsdp", "nproc=2", "shares=[0.2,1]", *ALL],
-    "ddp, graphs": [
-        "mode=ddp",
-        "nproc=3",
-        "shares=[5,2,1]",
-        "accumulate=2",
-        "plugin=tests.simulated.tape_plugin",
-        "graphs=true",
-        "loss.class_weights=[1,2,3,1,1,1,0.5,1,1,4]",
-    ],
+    "ddp, graphs": ["mode=ddp", "nproc=3", "shares=[5,2,1]", "accumulate=2", *GRAPHS],
     "ddp, sync_bn": ["mode=ddp", "nproc=2", "shares=[7,1]", "accumulate=2", *NORMALISED, "seed=2"],
     "fsdp, sync_bn": ["mode=fsdp", "nproc=2", "shares=[7,1]", *NORMALISED],
 }
@@ -213,12 +206,22 @@ def reference(unlike):
 
 
 @pytest.mark.slow
-def test_measured_shares_follow_speed_and_the_maths_stay(unlike, reference):
+@pytest.mark.parametrize(
+    ("mode", "each", "epochs", "faults"),
+    [
+        ("fsdp", "0.001,0.003", 4, {}),
+        ("local_sgd", "0.001,0.003", 4, {}),  # at an epoch's start
+        # Both are alike at first; from the 40th pass on the second one is throttled, and gets less in the next epoch.
+        ("ddp", "0.001,0.001", 9, {"FAULTY_LATER": "40,0.003"}),
+    ],
+)
+def test_measured_shares_follow_speed_and_the_maths_stay(mode, each, epochs, faults, unlike, reference):
     """The second of two ranks takes three times as long for an image: 48 and 16 of 64 would take the same."""
-    run = unlike("fsdp", "0.001,0.003", "mode=fsdp", "nproc=2", "shares=auto", "epochs=4")
+    run = unlike(f"{mode} {each}", each, f"mode={mode}", "nproc=2", "shares=auto", f"epochs={epochs}", **faults)
     fast, slow = result(run)["shares"]
-    assert fast + slow == 64 and 40 <= fast <= 56
-    assert_same_training(run, reference)
+    assert fast + slow == 64 and 40 <= fast <= 56 and len(losses(run)) == 10 * epochs
+    if mode == "fsdp":
+        assert_same_training(run, reference)
 
 
 @pytest.mark.slow
@@ -230,21 +233,6 @@ def test_measured_shares_are_kept_for_a_resumed_run(unlike, reference):
     unlike("ddp", "0.001,0.003", *words, "resume=auto")
     assert 40 <= result(run)["shares"][0] <= 56
     assert_same_training(run, reference)
-
-
-@pytest.mark.slow
-def test_workers_of_local_sgd_get_measured_shares_at_an_epochs_start(unlike):
-    run = unlike("local_sgd", "0.001,0.003", "mode=local_sgd", "nproc=2", "shares=auto", "epochs=4")
-    fast, slow = result(run)["shares"]
-    assert fast + slow == 64 and 40 <= fast <= 56 and len(losses(run)) == 40
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_throttled_gets_less_from_the_next_epoch_on(unlike):
-    """Both are alike at first; from the 40th pass on the second one takes three times as long."""
-    run = unlike("later", "0.001,0.001", "mode=ddp", "nproc=2", "shares=auto", "epochs=9", FAULTY_LATER="40,0.003")
-    fast, slow = result(run)["shares"]
-    assert fast + slow == 64 and 40 <= fast <= 56
 
 
 @pytest.mark.parametrize("shares", ["auto", "[3,1]"])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.contexts import mode_of
+from tests.modes.odd_models import Squashed
 from tests.worlds import on_ranks
 from trainer.data import Batch
 from trainer.errors import RecipeError
@@ -20,7 +21,7 @@ from trainer.models import zoo
 from trainer.models.blocks import freeze
 from trainer.models.norms import check_alone
 from trainer.models.partition import trace
-from trainer.modes import STRATEGIES, sync_batchnorm
+from trainer.modes import sync_batchnorm
 from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.pipeline.ranks import Wire
@@ -32,6 +33,8 @@ from trainer.recipe import MODES, ModelRecipe, load
 CPU = torch.device("cpu")
 ALONE = World(Place(), CPU, 1, ("cpu",))
 TWO = World(Place(), CPU, 1, ("cpu:0", "cpu:1"), (CPU, CPU))  # one process, two stand-ins
+PAIR = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))  # a second rank that is not needed here
+BATCH = Batch(torch.ones(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
 
 
 @pytest.fixture
@@ -65,9 +68,11 @@ def ranks(monkeypatch):
     return together
 
 
-class Activated(nn.BatchNorm2d):
-    def forward(self, inputs):
-        return super().forward(inputs).sigmoid()
+def ddp(model, *words):
+    """The model under mode=ddp as one of two ranks, in a process group of one."""
+    strategy = mode_of(load(None, "mode=ddp", *words), PAIR, (4, 1, 2, 2))
+    strategy.setup(model)
+    return strategy
 
 
 def normalised(layer, inputs, weights):
@@ -102,13 +107,9 @@ def layer_over_ranks(ranks, whole, data, weights):
     for name in dict(whole.named_buffers()):
         assert torch.equal(first[name], second[name]), name
         ours[name] = first[name]
-    return ours, normalised(
-        whole.double() if data.dtype != torch.float32 else whole, data.to(whole_type(data)), weights
-    )
-
-
-def whole_type(data):
-    return torch.float32 if data.dtype == torch.float32 else torch.float64
+    if data.dtype != torch.float32:
+        whole, data = whole.double(), data.double()
+    return ours, normalised(whole, data, weights)
 
 
 KINDS = {
@@ -116,7 +117,7 @@ KINDS = {
     "without weights": (lambda: nn.BatchNorm2d(3, affine=False), (8, 3, 4, 4)),
     "without momentum": (lambda: nn.BatchNorm2d(3, momentum=None, eps=0.1), (8, 3, 4, 4)),
     "tracking nothing": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 4)),
-    "a subclass": (lambda: Activated(3), (8, 3, 4, 4)),
+    "a subclass": (lambda: Squashed(3), (8, 3, 4, 4)),
     "one row a rank": (lambda: nn.BatchNorm1d(3), (2, 3)),
     "one dimension": (lambda: nn.BatchNorm1d(3), (8, 3, 5)),
     "three dimensions": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
@@ -171,21 +172,15 @@ def test_evaluation_and_what_is_frozen_exchange_nothing():
     assert torch.equal(model(inputs), expected)
 
 
-class Written(nn.BatchNorm2d):
-    """Normalises by a formula of its own."""
-
-    def forward(self, inputs):
-        return inputs - inputs.mean([0, 2, 3], keepdim=True)
-
-
 def test_a_layer_that_would_see_one_ranks_rows_alone_is_refused_by_its_name():
+    class Written(nn.BatchNorm2d):
+        def forward(self, inputs):
+            return inputs - inputs.mean([0, 2, 3], keepdim=True)
+
+    fine = Squashed(3).double()
+    assert synchronise_batch_norm(nn.Sequential(fine)) == [fine]
     with pytest.raises(RecipeError, match=r"^sync_bn=true: layer 1\.1 \(Written\) .*nn\.BatchNorm2d"):
-        synchronise_batch_norm(nn.Sequential(nn.Identity(), nn.Sequential(Activated(3), Written(3))))
-
-
-def test_a_subclass_in_double_precision_synchronises_too():
-    layer = Activated(3).double()
-    assert synchronise_batch_norm(nn.Sequential(layer)) == [layer]
+        synchronise_batch_norm(nn.Sequential(nn.Identity(), nn.Sequential(Squashed(3), Written(3))))
 
 
 def test_layers_that_exchange_statistics_by_themselves_are_refused():
@@ -221,10 +216,6 @@ def test_what_a_rank_sends_is_contiguous_wherever_the_cut(name, channels_last):
         assert travelling.is_contiguous() and not travelling._is_view()
         gradient = torch.autograd.grad(travelling.square().sum(), received)[0]
         assert first or gradient.is_contiguous(), traced.cuts[index - 1]
-
-
-def test_every_mode_of_the_schema_has_a_strategy():
-    assert set(STRATEGIES) == set(MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,12 +259,10 @@ class Half(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_parameter_that_no_pass_uses_keeps_no_gradient_under_ddp(accumulate, group):
     """An optimizer leaves it alone then, as in `single`: no weight decay."""
-    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))  # a second rank that is not needed here
-    strategy, model = mode_of(load(None, "mode=ddp", f"accumulate={accumulate}"), pair, (4, 1, 2, 2)), Half()
-    strategy.setup(model)
-    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
+    model = Half()
+    strategy = ddp(model, f"accumulate={accumulate}")
     for micro in range(accumulate):
-        strategy.forward_backward(batch, 0.25 / accumulate, sync=micro == accumulate - 1)
+        strategy.forward_backward(BATCH, 0.25 / accumulate, sync=micro == accumulate - 1)
     assert model.used.weight.grad.any() and model.unused.weight.grad is None
     strategy.close()
 
@@ -288,14 +277,12 @@ class Sometimes(Half):
 
 
 def test_a_layer_that_is_dropped_from_some_step_on_is_refused_under_ddp_in_that_step(group):
-    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), Sometimes()
-    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
-    strategy.setup(model)
-    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
-    strategy.forward_backward(batch, 0.25)
+    model = Sometimes()
+    strategy = ddp(model)
+    strategy.forward_backward(BATCH, 0.25)
     model.drops = True
     with pytest.raises(RecipeError, match="mode=single"):
-        strategy.forward_backward(batch, 0.25)  # whose gradients are no averages
+        strategy.forward_backward(BATCH, 0.25)  # whose gradients are no averages
 
 
 class ByChance(Half):
@@ -306,15 +293,12 @@ class ByChance(Half):
 
 
 def test_layers_that_are_dropped_by_chance_train_under_ddp(group):
-    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), ByChance()
-    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
+    model = ByChance()
     torch.manual_seed(1)  # the first passes use the layer, not all of `LOOKS`
-    strategy.setup(model)
-    batch = Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4)
-    dropped = set()
+    strategy, dropped = ddp(model), set()
     for _ in range(20):
         model.zero_grad()
-        strategy.forward_backward(batch, 0.25)
+        strategy.forward_backward(BATCH, 0.25)
         dropped.add(model.unused.weight.grad is None)
     assert dropped == {True, False}
     strategy.close()
@@ -328,25 +312,22 @@ class Recomputed(Half):
 
 
 def test_a_reentrant_checkpoint_and_an_unused_layer_train_under_ddp_together(group):
-    pair, model = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1")), Recomputed()
-    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
-    strategy.setup(model)
-    strategy.forward_backward(Batch(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 2, 0]), 4), 0.25)
+    model = Recomputed()
+    strategy = ddp(model)
+    strategy.forward_backward(BATCH, 0.25)
     assert model.used.weight.grad.any()
     strategy.close()
     with pytest.raises(RecipeError, match="use_reentrant=False"):
-        mode_of(load(None, "mode=ddp", "accumulate=2"), pair, (4, 1, 2, 2)).setup(Recomputed())
+        ddp(Recomputed(), "accumulate=2")
 
 
 def test_finding_out_whether_parameters_are_unused_leaves_no_trace(group):
     """It is left out under accumulation, and dropout draws the same numbers afterwards."""
-    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
     states = []
     for accumulate in (1, 2):
         model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout())
         torch.manual_seed(0)
-        strategy = mode_of(load(None, "mode=ddp", f"accumulate={accumulate}"), pair, (4, 1, 2, 2))
-        strategy.setup(model)
+        strategy = ddp(model, f"accumulate={accumulate}")
         states.append(torch.get_rng_state())
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
         assert model[1].num_batches_tracked == 0 and not model[1].running_mean.any()
@@ -356,20 +337,16 @@ def test_finding_out_whether_parameters_are_unused_leaves_no_trace(group):
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_ddp_is_set_up_without_a_warning_and_forward_passes_broadcast_what_they_read(group):
-    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
     for reads in (False, True):
-        strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
-        strategy.setup(model)
-        assert strategy.wrapped.broadcast_buffers is reads  # newer versions of torch keep the older name beside theirs
+        # Newer versions of torch keep the older name beside theirs.
+        assert ddp(model).wrapped.broadcast_buffers is reads
         model.register_buffer("scale", torch.ones(4))
 
 
 def test_ddp_is_gone_before_its_process_group(group):
     """With torch 2.11 a reducer that is the last to hold a group may wait for ever for gloo's thread."""
-    pair = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
-    strategy = mode_of(load(None, "mode=ddp"), pair, (4, 1, 2, 2))
-    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
+    strategy = ddp(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     reducer = weakref.ref(strategy.wrapped.reducer)
     gc.disable()
     strategy.close()

@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 from tests import warm
 from tests.command_line import environment
@@ -19,7 +20,8 @@ FINE = re.compile("equal|refused: ")
 SEVERAL = "Plain,ParameterHooks,AccumulatedHook,Tied,Unused,Spectral,MixedPrecision,MixedHalf,Normed,OwnTrain"
 MODELS = {"1f1b": SEVERAL, "sync_bn": SEVERAL, LATER: "Plain,TwoWays,Unused,MixedHalf"}  # beside all of them
 MUST_TRAIN = {  # where a refusal would be a fault
-    "split": "Plain,OwnTrain,Normed,RootHook,InnerHook,ParameterHooks,Spectral,WeightNormed,Tied,Dropped",
+    "split": "Plain,OwnTrain,Normed,RootHook,RootHookBefore,InnerHook,InnerBackwardHook,ParameterHooks,Spectral,"
+    "WeightNormed,Tied,Dropped",
     "streams": "Plain,InnerHook,WeightNormed,Tied,Twice,Unused,MixedPrecision,Dropped",
     "dp": ",".join(set(ODD) - {Lazy.__name__, ComplexParameter.__name__, ExtraState.__name__}),
     "gpipe": "Plain,WeightNormed,Tied,Twice,Unused,MixedPrecision,MixedHalf,InPlace,Pruned,Dropped",
@@ -40,6 +42,16 @@ def faults(way, verdicts):
 
 
 LONG = ("ddp", "fsdp", "gpipe")  # sync_bn goes through ddp too
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Training within this process as the only rank, which leaves the number of threads as it was."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("NPROC", "1")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.command_line import steps
+from tests.command_line import BARE, losses
 from tests.modes.odd_models import DRAWS, HALF, ODD, WHOLE_BATCH, Normed, SinglePart
 from tests.modes.ways import ONE_PROCESS, PIPELINE
 from trainer import train
@@ -31,8 +31,7 @@ CLOSE, CLOSE_IN_HALF = 1e-4, 0.05  # relative distances
 PATIENCE = 30.0  # seconds for ranks, which need one
 WORDS = ["digits", "epochs=1", "batch_size=32", "data.name=synthetic", "data.samples=128", "data.val_samples=32"]
 WORDS += ["data.image_size=8", "data.channels=1", "augment.crop=none", "schedule.warmup_epochs=0", "threads=1"]
-WORDS += ["logging.every_steps=1", "logging.tensorboard=false", "logging.verdict=false"]
-WORDS += ["logging.progress=false"]
+WORDS += ["logging.every_steps=1", "logging.progress=false", *BARE]
 MOVING = ["optimizer.lr=0.05"]
 STILL = ["optimizer.lr=1e-9", "optimizer.momentum=0", "optimizer.nesterov=false"]  # a loss is moved by draws alone
 TWO = "nproc=2"
@@ -64,25 +63,23 @@ def trained(name, way, folder):
         norms.append(norm.item())
         return norm
 
-    words = [word for word in words_of(name, way) if not word.startswith("nproc=")]
+    words = [word for word in words_of(name, way) if word != TWO]
     words += ["devices=[cpu]"] * (not any(word.startswith("devices=") for word in words))
     Updater.step = noted
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            words += [f"output={folder}"]
-            result = train(*WORDS, *words)
+            result = train(*WORDS, *words, f"output={folder}")
     except RecipeError as error:
         return {"refused": str(error)}
     finally:
         Updater.step = step
     kept = checkpoint.newest(Path(folder), print).state
     tensors = {f"{kind} {n}": t.read() for kind in ("model", "optimizer") for n, t in kept.part(kind).items()}
-    losses = [float(row["train_loss"]) for row in steps(Path(folder))]
-    return {"losses": losses, "norms": norms, "tensors": tensors, "val_loss": result["val_loss"]}
+    return {"losses": losses(folder), "norms": norms, "tensors": tensors, "val_loss": result["val_loss"]}
 
 
-def spread(losses):
-    return (torch.tensor(losses, dtype=torch.float64).std() / abs(sum(losses) / len(losses))).item()
+def spread(values):
+    return (torch.tensor(values, dtype=torch.float64).std() / abs(sum(values) / len(values))).item()
 
 
 def verdict(name, way, found, reference):
@@ -127,22 +124,18 @@ def alone(name, way, folder):
 
 
 def on_ranks(name, way, folder):
-    """The same of as many forked ranks; rank 0's."""
-    size = next((int(word[6:]) for word in way if word.startswith("nproc=")), 1)
-    port = "0"
+    """The same of two forked ranks; rank 0's."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = str(store.port)
     ranks = {}
-    for rank in range(size):
+    for rank in range(2):
         if (child := os.fork()) == 0:
             code = 1
             try:
                 os.setpgid(0, 0)
-                names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 os.environ |= {key: str(value) for key, value in names.items()}
-                found = alone(name, way, folder / "run")
-                torch.save(found, folder / f"{rank}.pt")
+                torch.save(alone(name, way, folder / "run"), folder / f"{rank}.pt")
                 code = 0
             finally:
                 os._exit(code)

@@ -67,31 +67,25 @@ def test_orders(kind, stages, microbatches, orders):
     assert [written(kind(stage, stages, microbatches)) for stage in range(stages)] == orders
 
 
+FIRST_ALL_FORWARD = """
+    0123......aabbccdd
+    .0123...aabbccdd..
+    ..0123aabbccdd....
+"""
+IN_TURN = """
+    012....aa3bb.cc.dd
+    .01..aa2bb3cc.dd..
+    ..0aa1bb2cc3dd....
+"""
+
+
 @pytest.mark.parametrize(
     ("kind", "stages", "microbatches", "drawn"),
     [
         (gpipe, 1, 2, "01aabb"),
         (one_forward_one_backward, 1, 2, "0aa1bb"),
-        (
-            gpipe,
-            3,
-            4,
-            """
-            0123......aabbccdd
-            .0123...aabbccdd..
-            ..0123aabbccdd....
-            """,
-        ),
-        (
-            one_forward_one_backward,
-            3,
-            4,
-            """
-            012....aa3bb.cc.dd
-            .01..aa2bb3cc.dd..
-            ..0aa1bb2cc3dd....
-            """,
-        ),
+        (gpipe, 3, 4, FIRST_ALL_FORWARD),
+        (one_forward_one_backward, 3, 4, IN_TURN),
     ],
 )
 def test_who_works_when(kind, stages, microbatches, drawn):

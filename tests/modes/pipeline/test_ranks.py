@@ -1,6 +1,7 @@
 """A pipeline of processes, seen from the ranks."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,24 +11,13 @@ from tests.command_line import QUIET, ok
 
 # A compiler that only writes down what it is given, and whether the ranks had met in the pipeline by then.
 COMPILER = """
-import json, os
-from pathlib import Path
-
-import torch
 from torch import nn
+from tests.training import compile_counter
 from trainer import register_model
 from trainer.modes.pipeline.ranks import ProcessPipeline
 
-FOLDER = Path(os.environ["TRAINER_TEST_COMPILED"])
-met = False
-
-def note(*what):
-    with (FOLDER / f"{os.environ['RANK']}.jsonl").open("a") as file:
-        file.write(json.dumps(what) + "\\n")
-
-def backend(graph, inputs):
-    note("training" if torch.is_grad_enabled() else "evaluation", met)
-    return graph.forward
+met, note = False, compile_counter.note
+compile_counter.note = lambda **what: note(met=met, **what)
 
 def meeting(call):
     def called(*arguments, **options):
@@ -38,8 +28,6 @@ def meeting(call):
 
 for name in ("forward_backward", "forward"):
     setattr(ProcessPipeline, name, meeting(getattr(ProcessPipeline, name)))
-plain = nn.Module.compile
-nn.Module.compile = lambda module, **options: plain(module, backend=backend, **options)
 
 @register_model("dropping")
 def dropping(classes, channels, size):
@@ -70,12 +58,13 @@ def test_stages_are_compiled_before_a_rank_waits_for_another_and_leave_no_trace(
     (tmp_path / "compiler.py").write_text(COMPILER)
     run = [*words, "recipe=digits", "plugin=compiler", "mode=pipeline", "nproc=2", "epochs=2"]
     run += ["data.samples=64", "data.val_samples=32", "batch_size=32", "max_steps=4", "pipeline.microbatches=4", *QUIET]
-    at = {"cwd": tmp_path, "env": {"TRAINER_TEST_COMPILED": str(tmp_path)}}
+    at = {"cwd": tmp_path, "env": {"TRAINER_TEST_COMPILED": str(tmp_path / "graphs")}}
     ok(*run, "compile=true", f"output={tmp_path / 'compiled'}", **at)
     ok(*run, f"output={tmp_path / 'plain'}", **at)
-    for rank in range(2):
-        compiled = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
-        stages = 2 if "pipeline.schedule=interleaved1f1b" in words else 1
-        assert sorted(compiled) == [["evaluation", False]] * stages + [["training", False]] * stages
+    graphs = [json.loads(line) for line in (tmp_path / "graphs").read_text().splitlines()]
+    stages = 2 if "pipeline.schedule=interleaved1f1b" in words else 1
+    compiled = Counter((graph["rank"], graph["training"]) for graph in graphs)
+    assert compiled == {(rank, training): stages for rank in "01" for training in (True, False)}
+    assert not any(graph["met"] for graph in graphs)
     one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("compiled", "plain"))
     torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -22,7 +22,11 @@ def predicted(asked, microbatches, stages):
     return step_and_bubble(asked.schedules[0][0], asked.workers, microbatches, stages)
 
 
-TRACED = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))  # cuts "0" to "4", after each layer but the last
+def layers(count):
+    return trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(count))))
+
+
+TRACED = layers(6)  # cuts "0" to "4", after each layer but the last
 DIVISORS = tuple(m for m in range(1, 97) if 96 % m == 0)
 
 
@@ -53,9 +57,9 @@ class Bench:
         self.tried.append(plan)
         return Trial(self.seconds(plan), self.busy)
 
-    def find(self, pipe, *words, room=math.inf):
+    def find(self, pipe, *words, room=math.inf, traced=TRACED):
         recipe = load(None, "mode=pipeline", *words)
-        return Tuner(TRACED, recipe, pipe, self.probe, self.trial, self.said.append, room).find_plan()
+        return Tuner(traced, recipe, pipe, self.probe, self.trial, self.said.append, room).find_plan()
 
 
 def pipe(*counts, stages=2, schedules=("1f1b",), rows=96):
@@ -160,9 +164,7 @@ def test_cuts_are_those_of_the_shortest_step_in_the_order_of_the_schedule():
 
 def test_a_model_of_few_blocks_has_no_two_stages_a_rank():
     bench = Bench("111")
-    short = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
-    recipe, asked = load(None, "mode=pipeline"), pipe_that_measures()
-    Tuner(short, recipe, asked, bench.probe, bench.trial, bench.said.append).find_plan()
+    bench.find(pipe_that_measures(), traced=layers(3))
     assert {plan.stages for plan in bench.tried} == {2}
 
 
@@ -202,11 +204,10 @@ def test_a_plan_is_for_one_pipe_only():
     key = key_of(TRACED, recipe, pipe(*DIVISORS))
     assert recall(tuned, key, TRACED) is not None
     assert recall({}, key, TRACED) is None
-    shorter = trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
     words = ["mode=split", "model.name=mlp", "precision=bf16", "pipeline.cuts=['1']", "pipeline.microbatches=4"]
     words += ["pipeline.split_size=4", "recompute=true"]
     others = [key_of(TRACED, load(None, "mode=pipeline", word), pipe(*DIVISORS)) for word in words[1:]]
-    others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(shorter, recipe, pipe(*DIVISORS))]
+    others += [key_of(TRACED, load(None, words[0]), pipe(*DIVISORS)), key_of(layers(5), recipe, pipe(*DIVISORS))]
     pipes = [pipe(4, 8), pipe(*DIVISORS, stages=4), pipe(*DIVISORS, rows=192), pipe(*DIVISORS, schedules=("gpipe",))]
     others += [key_of(TRACED, recipe, other) for other in (*pipes, Pipe(1, (("1f1b", 2),), 96, DIVISORS))]
     assert all(recall(tuned, other, TRACED) is None for other in others)

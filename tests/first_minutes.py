@@ -85,19 +85,14 @@ class Net:
         return [*{word.partition("=")[0]: word for word in [*words.split(), *more]}.values()]
 
 
+MUON = "model.name=fast_cnn data.image_size=32 optimizer.name=muon"
 LARGE = "model.num_classes=1000 data.image_size=224 model.name="
 NETS = (
     Net("ResNet-20, 32 px, batch 128", "model.name=resnet20 data.image_size=32", 128, 400),
     Net("ResNet-50, 224 px, batch 32", f"{LARGE}resnet50", 32, 100),
     Net("ResNet-50, 224 px, batch 64", f"{LARGE}resnet50", 64, 60),
     Net("ResNet-50, 224 px, batch 256", f"{LARGE}resnet50", 256, 30),
-    Net(
-        "fast_cnn with Muon, 32 px, batch 128",
-        "model.name=fast_cnn data.image_size=32 optimizer.name=muon",
-        128,
-        200,
-        False,
-    ),
+    Net("fast_cnn with Muon, 32 px, batch 128", MUON, 128, 200, exact=False),
     Net("ViT-B/16, 224 px, batch 64", f"{LARGE}vit_b_16 optimizer.name=adamw", 64, 50),
 )
 TINY = (
@@ -180,12 +175,8 @@ def graphs(trip: Trip) -> Iterator[Job]:
 def nccl(trip: Trip) -> Iterator[Job]:
     """Two launchers of a rank each: NCCL takes these for ranks of two hosts, and lets them share a card."""
     words = trip.nets[0].run_of(12, *COMPARED.split(), "mode=ddp", *["devices=[cpu]"] * trip.cpu)
-    met = [
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--master_addr=127.0.0.1",
-        f"--master_port={20_000 + os.getpid() % 9999}",
-    ]
+    met = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
+    met += [f"--master_port={20_000 + os.getpid() % 9999}"]
     launchers = [["-m", "torch.distributed.run", *met, f"--node_rank={rank}"] for rank in range(2)]
     yield f"{trip.nets[0].title}, two ranks on one device, {trip.pair}", partial(compared, trip, words, launchers)
 
@@ -229,22 +220,15 @@ def judged(trip: Trip, words: list[list[str]], results: list[Row], figure: str, 
     return {"figure": figure, "command": words[1], "right": right, "graphs": ways, **more}
 
 
-def tensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Of a safetensors file: its type, shape and bytes by its name."""
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    rows = {name: row for name, row in json.loads(raw[8:start]).items() if name != "__metadata__"}
-    places = {name: slice(*(start + end for end in row["data_offsets"])) for name, row in rows.items()}
-    return {name: (row["dtype"], row["shape"], raw[places[name]]) for name, row in rows.items()}
-
-
 def differences(first: Path, second: Path) -> tuple[list[str], int]:
     """What two runs do not have alike of their tensors, and of steps.csv but for the clocks; the number of tensors."""
+    from safetensors import deserialize  # which may have come with a wheel
+
     held: list[dict[str, object]] = []
     for folder in (first, second):
         found: dict[str, object] = {}
         for path in [folder / "last.safetensors", *sorted(folder.glob("checkpoints/*/*.safetensors"))]:
-            found |= {f"{path.relative_to(folder)} {name}": one for name, one in tensors(path).items()}
+            found |= {f"{path.relative_to(folder)} {name}": one for name, one in deserialize(path.read_bytes())}
         count = len(found)
         with (folder / "steps.csv").open(newline="") as file:
             for row in csv.DictReader(file):
@@ -397,9 +381,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         trip = Trip(home, out, options.cpu, options.words)
-        return travel(
-            trip, [part for part in SHARES if part in (options.only or SHARES)], begun + options.seconds - GRACE
-        )
+        chosen = [part for part in SHARES if part in (options.only or SHARES)]
+        return travel(trip, chosen, begun + options.seconds - GRACE)
     finally:
         bring(home, out)
         bring_logs(home, out)

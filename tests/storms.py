@@ -67,6 +67,18 @@ TIMEOUT = 5  # seconds that a stopped rank is waited for
 TRACKER = r'Traceback .*\n  File ".*/resource_tracker\.py", line .*\n.*\nKeyError: .*\n'
 PHASES = ("start-up", "loading", "banner", "steps", "steps", "evaluation", "saving", "end")
 SIGNALS = ("SIGTERM", "SIGTERM to all", "SIGINT", "SIGINT twice", "SIGHUP", "SIGUSR1", "SIGUSR2")
+HITS = {  # what they do, to which modes, and how many there are if nobody says so
+    "kills": (("kill",), [*MODES], 40),
+    "signals": (SIGNALS, [*MODES, *SLOW_STARTS], 60),
+    "stops": (("stop",), SEVERAL, 20),
+    "pauses": (("pause",), SEVERAL, 10),
+    "starts": (("start",), [*MODES], 40),
+}
+
+
+def shown(code: int) -> int:
+    """An exit code as a shell has it."""
+    return code if code >= 0 else 128 - code
 
 
 def slack() -> float:
@@ -82,7 +94,7 @@ class Hit:
     phase: str
     at: str = ""
     victim: str = ""
-    code: int | None = None
+    code: int = 0
     seconds: float = 0.0
     output: str = field(default="", repr=False)
 
@@ -120,6 +132,12 @@ class Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def text(self) -> str:
         self.out.seek(0)
@@ -198,6 +216,12 @@ class Job:
         self.clear()
         raise AssertionError(f"after {limit:.0f} s exit code {code}, left: {left}\n{self.text()}")
 
+    def ends(self, limit: float, *codes: int) -> None:
+        """With one of these exit codes, and tidily."""
+        code, _ = self.end(limit * slack())
+        assert shown(code) in codes and "Traceback" not in self.text(), (code, codes, self.words, self.text())
+        assert not orphaned_blocks(self.blocks), self.words
+
     def clear(self) -> None:
         for pid in self.members():
             with suppress(OSError):
@@ -267,9 +291,8 @@ def pause(job: Job, seconds: float) -> None:
 
 def check(hit: Hit, job: Job) -> None:
     """That a job ended as it should."""
-    code = hit.code if hit.code is None or hit.code >= 0 else 128 - hit.code
-    name = hit.kind.split()[0]
-    finished = [0] if '"completed"' in _read(job.folder / "result.json") else []  # the hit came too late
+    code, name = shown(hit.code), hit.kind.split()[0]
+    finished = [0] * any('"completed"' in path.read_text() for path in job.folder.glob("result.json"))  # hit too late
     if name == "kill":
         allowed = [0, 7, 128 + signal.SIGKILL] if hit.victim == "a helper" else [7, 128 + signal.SIGKILL, *finished]
     elif name == "start":
@@ -293,13 +316,6 @@ def check(hit: Hit, job: Job) -> None:
     assert not orphaned_blocks(job.blocks)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def same(folder: Path, whole: Path) -> None:
     """That a run has the steps, losses and weights of another one, to the bit."""
     rows = steps(folder), steps(whole)
@@ -317,14 +333,12 @@ class Storms:
     def __init__(self, home: Path, seed: int, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         self.home, self.seed, self.start = home, seed, start
         self.count = 0
-        self.whole: dict[str, Path] = {}
 
     def undisturbed(self, mode: str, words: list[str]) -> Path:
-        name = f"whole {mode}"
-        if name not in self.whole:
-            self.whole[name] = self.home / name
-            self.finish(self.whole[name], *words)
-        return self.whole[name]
+        folder = self.home / f"whole {mode}"
+        if not folder.exists():
+            self.finish(folder, *words)
+        return folder
 
     def storm(self, mode: str, kinds: list[str]) -> list[Hit]:
         """Hit one run again and again, end it undisturbed, and compare."""
@@ -334,43 +348,33 @@ class Storms:
         words = [*WORDS, *(MODES | SLOW_STARTS)[mode]]
         soon = [f"timeout={TIMEOUT}"] if {"stop", "pause"} & {*kinds} else []
         hits: list[Hit] = []
-        for kind in kinds:
-            under_way = dict.fromkeys(("stop", "pause"), PHASES[3:7])
-            usual = (*PHASES, *mode.split()[1:] * 8) if mode in SLOW_STARTS else PHASES
-            phases = {"start": PHASES[:1], **under_way}.get(kind, usual)
-            torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
-            job = Job(folder, *words, *soon, torchrun=torchrun, start=self.start)
-            phase = dice.choice(phases)
-            try:
-                hit = strike(job, kind, phase, dice)
-            except BaseException as error:
-                error.add_note(
-                    f"--seed={self.seed}, storm {self.count}, {mode}, {kinds}, after {hits}, {phase}, in {folder}"
-                )
-                raise
-            finally:
-                job.clear()
-            if hit is None or (kind in SIGNALS and hit.code == 0):  # it had ended before
-                break
-            hits.append(hit)
-            print(f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12} {hit.code} {hit.seconds:.1f} s")
+        phase = ""
         try:
+            for kind in kinds:
+                under_way = dict.fromkeys(("stop", "pause"), PHASES[3:7])
+                usual = (*PHASES, *mode.split()[1:] * 8) if mode in SLOW_STARTS else PHASES
+                phases = {"start": PHASES[:1], **under_way}.get(kind, usual)
+                torchrun = kind == "start" and mode in SEVERAL and dice.random() < 0.5
+                with Job(folder, *words, *soon, torchrun=torchrun, start=self.start) as job:
+                    phase = dice.choice(phases)
+                    hit = strike(job, kind, phase, dice)
+                if hit is None or (kind in SIGNALS and hit.code == 0):  # it had ended before
+                    break
+                hits.append(hit)
+                told = f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12}"
+                print(f"{told} {hit.code} {hit.seconds:.1f} s")
             self.finish(folder, *words)
             self.compare(mode, folder, words)
         except BaseException as error:
-            error.add_note(f"--seed={self.seed}, storm {self.count}, {mode}, {hits}, in {folder}")
+            what = f"storm {self.count}, {mode}, {kinds}, after {hits}, {phase}, in {folder}"
+            error.add_note(f"--seed={self.seed}, {what}")
             raise
         return hits
 
     def finish(self, folder: Path, *words: str) -> None:
         """A run to its end."""
-        job = Job(folder, *words, start=self.start)
-        try:
-            code, _ = job.end(120 * slack())
-            assert code == 0 and "Traceback" not in job.text(), job.text()
-            assert not orphaned_blocks(job.blocks)
-        finally:
-            job.clear()
+        with Job(folder, *words, start=self.start) as job:
+            job.ends(120, 0)
 
     def compare(self, mode: str, folder: Path, words: list[str]) -> None:
         rows, facts = steps(folder), result(folder)
@@ -401,7 +405,7 @@ def hear_signals() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in (("kills", 40), ("signals", 60), ("stops", 20), ("pauses", 10), ("starts", 20)):
+    for name, (_, _, count) in HITS.items():
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--warm", action="store_true", help="jobs are forked from a process that has imported torch")
@@ -410,18 +414,12 @@ def main() -> None:
     asked = parser.parse_args()
     hear_signals()
     print(f"--seed={asked.seed}", flush=True)
-    usual, several = ([mode for mode in asked.modes if mode in some] for some in (MODES, SEVERAL))
     with tempfile.TemporaryDirectory(prefix="storms-") as home:
         storms = Storms(Path(home), asked.seed, warm.Popen if asked.warm else subprocess.Popen)
         begun = time.monotonic()
-        for kinds, count, modes in (
-            (("kill",), asked.kills, usual),
-            (SIGNALS, asked.signals, asked.modes),
-            (("stop",), asked.stops, several),
-            (("pause",), asked.pauses, several),
-            (("start",), asked.starts, usual),
-        ):
-            if modes and (hits := storms.run(kinds, count, modes)):
+        for name, (kinds, some, _) in HITS.items():
+            modes = [mode for mode in asked.modes if mode in some]
+            if modes and (hits := storms.run(kinds, getattr(asked, name), modes)):
                 seconds = sorted(hit.seconds for hit in hits)
                 p50, p99, most = (seconds[(len(seconds) - 1) * part // 100] for part in (50, 99, 100))
                 within = f"ended within {p50:.1f} s (half), {p99:.1f} s (99 %), {most:.1f} s (all)"

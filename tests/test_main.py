@@ -123,9 +123,7 @@ def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], names: str, caps
         shell.check(command)
 
 
-def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_among_ranks_it_is_printed_once_and_left_for_torchrun(capsys, monkeypatch, tmp_path):
     def as_rank(environment: dict[str, str]) -> str:
         file = tmp_path / f"{environment['RANK']}.json"
         for name, value in {**environment, "TORCHELASTIC_ERROR_FILE": str(file)}.items():
@@ -145,9 +143,7 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(
     assert as_rank(RANK_0) == ""
 
 
-def test_a_rank_that_woke_another_has_failed_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_woke_another_has_failed_before_it(tmp_path, monkeypatch, capsys):
     """The other one fails as it wakes, and may be the first to have written so."""
     woken: list[float] = []
 
@@ -267,9 +263,7 @@ def test_every_declared_library_can_be_named_as_missing() -> None:
     assert sorted(LIBRARIES.values()) == sorted(re.match(r"[\w-]+", line)[0] for line in needed)
 
 
-def test_several_ranks_are_started_with_the_same_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_ranks_are_started_with_the_same_words(monkeypatch, capsys):
     started: list[object] = []
     monkeypatch.setattr(launching, "start", lambda recipe, *given: started.append(given) or 5)
     words = ["recipe=digits", "nproc=2", "devices=[cpu]", "epochs=3"]
@@ -281,9 +275,7 @@ def test_several_ranks_are_started_with_the_same_words(
 
 
 @pytest.mark.parametrize("words", [("recipe=digits", "mode=single"), ("predict", "checkpoint=x"), ("runs",)])
-def test_in_a_deleted_folder_every_command_says_so(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_in_a_deleted_folder_every_command_says_so(words, capsys, monkeypatch, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

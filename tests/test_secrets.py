@@ -70,20 +70,16 @@ def test_the_environment_s_address_is_stored_nowhere(tmp_path: Path) -> None:
     assert MARK not in done.stdout + done.stderr and not told_in(tmp_path, MARK)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on photos in somebody's home, in its folder there."""
+@pytest.mark.slow
+def test_files_for_others_tell_nothing_of_this_machine(tmp_path, tmp_path_factory):
+    """Of a run on photos in somebody's home, in its folder there."""
     home = tmp_path_factory.mktemp("alice")
+    run = home / "run"
     for number in range(16):
         coloured(home / "photos" / ("ant" if number % 2 else "bee") / f"{number}.png", (200 * (number % 2), 50, 90))
     words = ["mode=single", "data.name=imagefolder", f"data.root={home / 'photos'}", "data.image_size=16"]
     words += ["batch_size=4", "epochs=1", f"data.cache_dir={home / 'cache'}", *QUIET]
-    ok(*words, f"output={home / 'run'}", cwd=home)
-    return home / "run"
-
-
-@pytest.mark.slow
-def test_files_for_others_tell_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
+    ok(*words, f"output={run}", cwd=home)
     files = {"exported_program": "a.pt2"}
     files |= {"onnx": "a.onnx"} if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else {}
     for kind, name in files.items():

@@ -25,6 +25,7 @@ WAYS = {
     "zbv 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],  # skipped where torch is older
 }
 VIRTUAL = [*SCHEDULES][2:]  # several stages a rank; the V-shaped last, where this torch has them
+SWIN = ["model.name=swin_t", "data.channels=3", "data.image_size=32", "max_steps=2"]
 # What a torch may have changed under us: compilers, casts, parametrised optimizers, other families of models.
 OPTIONS = {
     "compile": ["mode=ddp", "nproc=2", "compile=true"],
@@ -34,14 +35,7 @@ OPTIONS = {
     "sync_bn": ["mode=ddp", "nproc=2", "model.name=cnn", "sync_bn=true"],
     "deferred BatchNorm": [*PIPELINE, "nproc=2", "model.name=cnn", f"pipeline.schedule={VIRTUAL[-2]}"],
     "a ViT in stages": [*PIPELINE, "nproc=2", "model.name=vit_tiny", f"pipeline.schedule={VIRTUAL[-1]}"],
-    "swin_t in stages": [
-        *PIPELINE,
-        "nproc=2",
-        "model.name=swin_t",
-        "data.channels=3",
-        "data.image_size=32",
-        "max_steps=2",
-    ],
+    "swin_t in stages": [*PIPELINE, "nproc=2", *SWIN],
     "everything": ["mode=ddp", "nproc=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
     "everything in stages": [*PIPELINE, "nproc=2", "ema=0.9", "augment.mixup=0.2", "clip_grad_norm=1", "accumulate=2"],
     "deterministic": ["mode=single", "model.name=cnn", "deterministic=true"],

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
@@ -37,22 +38,9 @@ class Popen(subprocess.Popen):
         _execute_child(self, *given, **named)
 
 
-def run(command: Sequence[str], *, input=None, timeout=None, capture_output=False, check=False, **options):
-    """As subprocess's."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    with Popen(command, **options) as process:
-        try:
-            out, err = process.communicate(input, timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+# As subprocess's, of this `Popen`.
+run = types.FunctionType(subprocess.run.__code__, {**vars(subprocess), "Popen": Popen})
+run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
 def everything() -> None:
@@ -65,12 +53,6 @@ def what_is_asked_for() -> None:
     """From now on this process starts only multiprocessing's servers warm, and what is started by `Popen` and `run`."""
     subprocess.Popen._execute_child = _execute
     util.spawnv_passfds = spawnv_passfds
-
-
-def nothing() -> None:
-    """From now on this process starts all as Python does."""
-    subprocess.Popen._execute_child = _execute
-    util.spawnv_passfds = _spawn
 
 
 def without_nursery(pids: Iterable[str]) -> list[str]:

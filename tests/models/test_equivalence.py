@@ -42,57 +42,44 @@ def without_gradient(model, x):
     return model.b(torch.tanh(model.norm(hidden)))
 
 
-def changed_buffer(model, x):
-    model.kept += 1
-    return model(x)
+def after(change):
+    """The model's own pass, after something that is not."""
+
+    def run(model, x):
+        change(model, x)
+        return model(x)
+
+    return run
 
 
-def counts(model, x):
-    model.count += 1
-    return model(x)
+changed_buffer = after(lambda model, x: model.kept.add_(1))
+makes_a_counter = after(lambda model, x: setattr(model, "made", getattr(model, "made", 0) + 1))
+changed_weight = after(lambda model, x: model.a.weight.data.mul_(1.0001))
+frozen_norm = after(lambda model, x: model.norm.eval())
 
 
-def makes_a_counter(model, x):
-    model.made = getattr(model, "made", 0) + 1
-    return model(x)
+def adds_to(name, values=vars):
+    """To one of the values, which are the model's attributes or what is told of it."""
+
+    def add(model, x):
+        values(model)[name] += 1
+
+    return after(add)
 
 
-def counts_in(model, x):
-    model.figures["n"] += 1
-    return model(x)
+counts_in = adds_to("n", lambda model: model.figures)
 
 
-def adds_to(name, model, x):
-    vars(model)[name] += 1
-    return model(x)
-
-
+@after
 def remembers(model, x):
     """What is of this pass alone."""
     model.last, model.figures["mean"] = x.detach() * 2, x.mean().item()
-    return model(x)
-
-
-def changed_weight(model, x):
-    with torch.no_grad():
-        model.a.weight.data.mul_(1.0001)
-    return model(x)
-
-
-def drawn(draw, model, x):
-    draw()
-    return model(x)
 
 
 def scaled_gradient(model, x):
     hidden = model.a(x)
     hidden.register_hook(lambda gradient: gradient * 0.3)
     return model.b(torch.tanh(model.norm(hidden)))
-
-
-def frozen_norm(model, x):
-    model.norm.eval()
-    return model(x)
 
 
 def later(model, x):
@@ -110,15 +97,15 @@ def in_bf16(model, x):
 OTHERS = {
     "gradient of a.weight": without_gradient,
     "buffer kept": changed_buffer,
-    "attribute count": counts,
+    "attribute count": adds_to("count"),
     "attribute made": makes_a_counter,
     r"attribute figures\[0\]": counts_in,
-    "attribute table": partial(adds_to, "table"),
-    "attribute array": partial(adds_to, "array"),
+    "attribute table": adds_to("table"),
+    "attribute array": adds_to("array"),
     "change of a.weight": changed_weight,
-    "state of NumPy": partial(drawn, np.random.rand),
-    "state of Python": partial(drawn, random.random),
-    "state of torch": partial(drawn, lambda: torch.rand(1)),
+    "state of NumPy": after(lambda *_: np.random.rand()),
+    "state of Python": after(lambda *_: random.random()),
+    "state of torch": after(lambda *_: torch.rand(1)),
     "gradient of a.weight .0.7 of": scaled_gradient,
     "buffer norm.": frozen_norm,
     "passed": later,
@@ -170,7 +157,7 @@ def test_the_same_program_is_the_same_and_nothing_is_left():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("run", [makes_a_counter, counts_in, partial(adds_to, "table"), remembers])
+@pytest.mark.parametrize("run", [makes_a_counter, counts_in, adds_to("table"), remembers])
 def test_two_that_count_alike_are_the_same(run):
     model = Net()
     one, other = (passes(model, partial(run, model)) for _ in range(2))
@@ -195,9 +182,8 @@ def test_state_that_each_pass_changes_is_named():
     model = Net()
     model.norm = nn.LayerNorm(4)
     assert changing(passes(model)) == []
-    runs = {"buffer kept": changed_buffer, "attribute count": counts, "attribute made": makes_a_counter}
-    runs |= {"attribute figures[0]": counts_in}
-    runs |= {f"attribute {name}": partial(adds_to, name) for name in ("table", "array")}
+    runs = {"buffer kept": changed_buffer, "attribute made": makes_a_counter, "attribute figures[0]": counts_in}
+    runs |= {f"attribute {name}": adds_to(name) for name in ("count", "table", "array")}
     for name, run in runs.items():
         assert changing(passes(model, partial(run, model))) == [name]
     assert not model.table.any() and not model.array.any()

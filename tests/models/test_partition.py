@@ -4,39 +4,16 @@ import copy
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
+from tests.models.test_families import FAMILIES
 from trainer.errors import RecipeError
 from trainer.models import zoo
 from trainer.models.partition import choose, trace
 from trainer.recipe import ModelRecipe
 
 SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn_small")
-# One of each of torchvision's families, with the smallest images that all of its layers take, and its options.
-FAMILIES = {
-    "resnet18": (32, {}),
-    "squeezenet1_1": (32, {}),
-    "mobilenet_v3_small": (32, {}),
-    "shufflenet_v2_x0_5": (32, {}),
-    "swin_v2_t": (64, {}),
-    "googlenet": (64, {"aux_logits": False, "init_weights": True}),
-    "alexnet": (64, {}),
-    "vgg11_bn": (32, {}),
-    "resnext50_32x4d": (32, {}),
-    "wide_resnet50_2": (32, {}),
-    "densenet121": (32, {}),
-    "inception_v3": (75, {"aux_logits": False, "init_weights": True}),
-    "mobilenet_v2": (32, {}),
-    "efficientnet_b0": (32, {}),
-    "regnet_y_400mf": (32, {}),
-    "mnasnet0_5": (32, {}),
-    "convnext_tiny": (32, {}),
-    "vit_b_16": (32, {"image_size": 32}),
-    "swin_t": (64, {}),
-    "maxvit_t": (224, {}),
-}
-QUICK = list(FAMILIES)[:5]
+QUICK = ("resnet", "squeezenet", "mobilenet_v3", "shufflenet_v2", "swin_v2")
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +24,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def build(name: str, size: int, options: dict) -> nn.Module:
+def build(name: str, size: int = 32) -> nn.Module:
     torch.manual_seed(0)
-    if name in SMALL:
-        return zoo.build(ModelRecipe(name=name), 10, 3, size)
-    return torchvision.models.get_model(name, **options)
+    return zoo.build(ModelRecipe(name=name), 10, 3, size)
 
 
 def run(stages: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
@@ -103,10 +78,10 @@ def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
 def test_stages_equal_the_whole_model(name, training, full):
     if name in FAMILIES and name not in QUICK and not full:
         pytest.skip("--all runs it; its shapes and in-place operations are tested below")
-    if name == "swin_v2_t" and not training and not full:
+    if name == "swin_v2" and not training and not full:
         pytest.skip("--all runs it; it is the slowest, and trains")
-    size, options = FAMILIES.get(name, (32, {}))
-    model = build(name, size, options)
+    name, size = FAMILIES.get(name, (name, 32))
+    model = build(name, size)
     cuts = trace(model).cuts
     check_names(model, trace(model).stages(cuts))
     compare(model, cuts, torch.randn(2, 3, size, size), training)
@@ -118,8 +93,8 @@ def test_stages_equal_the_whole_model(name, training, full):
         torch.testing.assert_close(out, model.eval()(inputs))
 
 
-def test_cuts_are_named_after_modules():
-    traced = trace(build("resnet18", 32, {}))
+def test_cuts_are_named_after_modules_and_chosen_by_name():
+    traced = trace(build("resnet18"))
     assert traced.cuts == (
         *("conv1", "maxpool", "layer1.0", "layer1.1", "layer2.0", "layer2.1"),
         *("layer3.0", "layer3.1", "layer4.0", "flatten"),
@@ -129,10 +104,6 @@ def test_cuts_are_named_after_modules():
     first, second = traced.stages(["layer3"])
     assert {name.split(".")[0] for name in first.state_dict()} == {"conv1", "bn1", "layer1", "layer2", "layer3"}
     assert {name.split(".")[0] for name in second.state_dict()} == {"layer4", "fc"}
-
-
-def test_users_choose_cuts_by_name():
-    traced = trace(build("resnet18", 32, {}))
     assert choose(traced, ["layer1", "layer3.1"], 3) == ("layer1.1", "layer3.1")
     assert choose(traced, [], 1) == ()
 
@@ -149,7 +120,7 @@ def test_users_choose_cuts_by_name():
 )
 def test_what_is_wrong_with_a_choice(wanted, stages, says):
     with pytest.raises(RecipeError, match=says):
-        choose(trace(build("resnet18", 32, {})), wanted, stages)
+        choose(trace(build("resnet18")), wanted, stages)
 
 
 def test_stages_compute_what_the_model_does_and_move():

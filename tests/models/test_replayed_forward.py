@@ -7,56 +7,22 @@ import torch
 from torch import nn
 
 from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
+from tests.training.graphed_runs import FromTheHost
+from tests.training.test_replayed_evaluation import Counting, Dropping, Waiting
 from trainer.devices.cuda_graphs import NotRecorded
 from trainer.models.replayed_forward import PAYS, WARM, ReplayedForward
 
 CPU = torch.device("cpu")
 
 
-class Net(nn.Module):
-    """With all that evaluation switches off."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.drop = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.drop(self.norm(self.first(x)).relu().mean((2, 3))))
-
-
-class Waits(Net):
-    def forward(self, x):
-        out = super().forward(x)
-        return out * 2 if out.max().item() > 0 else out
-
-
-class Draws(Net):
+class Draws(Dropping):
     def forward(self, x):
         return super().forward(x) * random.random()
 
 
-class Counts(Net):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * (2 if self.calls % 3 == 0 else 1)
-
-
-class CountsForAll(Net):
-    """A count that no module has."""
-
-    calls = [0.0]  # noqa: RUF012
-
-    def forward(self, x):
-        self.calls[0] += 1.0
-        return super().forward(x) * torch.tensor(self.calls[0])
-
-
-class Replaces(Net):
-    def __init__(self):
-        super().__init__()
+class Replaces(Dropping):
+    def __init__(self, *given):
+        super().__init__(*given)
         self.register_buffer("last", torch.zeros(()))
 
     def forward(self, x):
@@ -65,7 +31,7 @@ class Replaces(Net):
         return out
 
 
-class Writes(Net):
+class Writes(Dropping):
     """Changes a weight."""
 
     def forward(self, x):
@@ -74,16 +40,16 @@ class Writes(Net):
         return super().forward(x)
 
 
-class Two(Net):
+class Two(Dropping):
     def forward(self, x):
         return super().forward(x), x
 
 
-class Sums(Net):
+class Sums(Dropping):
     """A running sum on the device, which a replay keeps too."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *given):
+        super().__init__(*given)
         self.register_buffer("sum", torch.zeros(()))
 
     def forward(self, x):
@@ -91,16 +57,16 @@ class Sums(Net):
         return super().forward(x) + self.sum
 
 
-class Noise(Net):
+class Noise(Dropping):
     """Draws on the device."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
 
 
-def made(kind=Net):
+def made(kind=Dropping):
     torch.manual_seed(1)
-    model = kind().eval()
+    model = kind(3, 1, 6).eval()
     model.norm.running_mean.uniform_()
     return model
 
@@ -116,7 +82,7 @@ def forward_of(model):
 class Both:
     """A model and its twin, one replayed, one launched, and all that was said."""
 
-    def __init__(self, kind=Net, **options):
+    def __init__(self, kind=Dropping, **options):
         self.model, self.twin, self.said = made(kind), made(kind), []
         self.replayed = ReplayedForward(forward_of(self.model), [self.model], CPU, True, self.said.append, **options)
         self.replayed.begin(PAYS)
@@ -124,14 +90,13 @@ class Both:
     def pass_(self, seed, rows=4):
         """Whether both gave the same."""
         x = torch.randn(rows, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
-        random.seed(seed)
-        torch.manual_seed(seed)
-        one = self.replayed(x)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        other = forward_of(self.twin)(x)
-        ones, others = (value if isinstance(value, tuple) else (value,) for value in (one, other))
-        return all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+        results = []
+        for forward in (self.replayed, forward_of(self.twin)):
+            random.seed(seed)
+            torch.manual_seed(seed)
+            out = forward(x)
+            results.append(out if isinstance(out, tuple) else (out,))
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     def passes(self, count=WARM + 4, rows=4):
         return all([self.pass_(seed, rows) for seed in range(count)])
@@ -139,7 +104,6 @@ class Both:
 
 @pytest.fixture(autouse=True)
 def recorders():
-    CountsForAll.calls[0] = 0.0
     with graphs_on_the_cpu() as found:
         yield found
 
@@ -161,7 +125,7 @@ def test_the_comparison_leaves_no_trace(kind, recorders):
     assert recorders[0].replays >= 4
 
 
-@pytest.mark.parametrize("kind", [Waits, Draws, Counts, Replaces, Writes, Two])
+@pytest.mark.parametrize("kind", [Waiting, Draws, Counting, Replaces, Writes, Two])
 def test_a_model_that_does_more_than_its_kernels_is_launched(kind):
     both = Both(kind)
     assert both.passes(WARM + 8)
@@ -169,7 +133,7 @@ def test_a_model_that_does_more_than_its_kernels_is_launched(kind):
 
 
 def test_a_count_that_nobody_sees_shows_in_the_replay():
-    model, said = made(CountsForAll), []
+    model, said = made(FromTheHost), []
     replayed = ReplayedForward(forward_of(model), [model], CPU, True, said.append)
     before = [float(replayed(torch.ones(2, 1, 6, 6))[0, 0]) for _ in range(WARM + 4)]
     assert len({*before}) == len(before) and len(said) == 1
@@ -208,7 +172,7 @@ def moved(model):
     "change",
     [
         moved,
-        lambda model: setattr(model, "head", nn.Linear(4, 3, bias=False).requires_grad_(False)),
+        lambda model: setattr(model, "head", nn.Linear(6, 3, bias=False).requires_grad_(False)),
         lambda model: model.register_buffer("unused", torch.zeros(2)),
         lambda model: setattr(model.drop, "p", 0.25),
     ],

@@ -22,12 +22,8 @@ class Changing(nn.Module):
         self.mask, self.system = torch.zeros(1, 4).expand(4, 4), random.SystemRandom()
         with torch.inference_mode():
             self.inferred = torch.zeros(2)
-        self.mine, self.torchs, self.old, self.pythons = (
-            np.random.default_rng(0),
-            torch.Generator().manual_seed(0),
-            np.random.RandomState(0),
-            random.Random(0),
-        )
+        self.mine, self.torchs = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.old, self.pythons = np.random.RandomState(0), random.Random(0)
 
     def draws(self):
         own = [self.mine.random(), torch.rand((), generator=self.torchs).item(), self.old.rand(), self.pythons.random()]

@@ -1,5 +1,7 @@
 """A plugin: models with a layer that fails in one way, for what a user is told then."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -30,19 +32,13 @@ def greedy(x):
 torch.fx.wrap("greedy")
 
 
-def chain(layer, channels, size, classes):
+def chain(layer, classes, channels, size):
     rows = channels * size * size
     return nn.Sequential(nn.Flatten(), nn.Linear(rows, 8), layer, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes))
 
 
-@register_model("scattered")
-def scattered(classes, channels, size):
-    return chain(Scattered(), channels, size, classes)
-
-
-@register_model("greedy")
-def a_greedy_one(classes, channels, size):
-    return chain(Greedy(), channels, size, classes)
+for kind in (Scattered, Greedy):
+    register_model(kind.__name__.lower())(partial(chain, kind()))
 
 
 class Renormalised(nn.BatchNorm2d):

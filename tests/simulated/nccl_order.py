@@ -98,9 +98,7 @@ class _Group(NamedTuple):
 class _P2POp:
     """The peer by its rank, or by its place in the group."""
 
-    def __init__(
-        self, op: Any, tensor: Any, peer: int | None = None, group: Any = None, tag: int = 0, group_peer: Any = None
-    ) -> None:
+    def __init__(self, op: Any, tensor: Any, peer: Any = None, group: Any = None, tag: Any = 0, group_peer: Any = None):
         self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
         self.peer = group.ranks[group_peer] if peer is None else peer
         self.group_peer = group.ranks.index(self.peer)
@@ -146,8 +144,12 @@ class Network:
         with self._lock:
             return self._mail.setdefault((source, target, group), queue.Queue())
 
-    def _peer(self, group: _Group, rank: int | None, inside: int | None) -> int:
-        return group.ranks[inside] if rank is None and inside is not None else rank  # type: ignore[return-value]
+    def _told(self, kind: str, tensor: Any, peer: Any, group: Any, inside: Any) -> tuple[int, _Group]:
+        """The peer, by its rank or by its place in the group, and the group of a send or a receive."""
+        group = group or self._every
+        peer = group.ranks[inside] if peer is None else peer
+        self._note(Call(kind, peer, group.ranks, (tensor.numel(), tensor.dtype), group.group_name))
+        return peer, group
 
     def _exchange(self, kind: str, group: _Group | None, value: Any, what: Any = None) -> dict[int, Any]:
         """Every member's value, by rank, once all have called."""
@@ -189,22 +191,14 @@ class Network:
 
     # Point to point.
 
-    def isend(
-        self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
-    ) -> _Done:
-        group = group or self._every
-        to = self._peer(group, dst, group_dst)
-        self._note(Call("send", to, group.ranks, (tensor.numel(), tensor.dtype), group.group_name))
+    def isend(self, tensor: Any, dst: Any = None, group: Any = None, tag: Any = 0, group_dst: Any = None) -> _Done:
+        to, group = self._told("send", tensor, dst, group, group_dst)
         assert tensor.is_contiguous(), "NCCL refuses it"
         self._letters(self._me.rank, to, group).put(tensor.detach().clone())
         return _Done()
 
-    def irecv(
-        self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-    ) -> _Done:
-        group = group or self._every
-        source = self._peer(group, src, group_src)
-        self._note(Call("recv", source, group.ranks, (tensor.numel(), tensor.dtype), group.group_name))
+    def irecv(self, tensor: Any, src: Any = None, group: Any = None, tag: Any = 0, group_src: Any = None) -> _Done:
+        source, group = self._told("recv", tensor, src, group, group_src)
         mail = self._letters(source, self._me.rank, group)
 
         def act() -> None:

@@ -36,13 +36,8 @@ from trainer.devices.cuda_graphs import NotRecorded, host_draws, restore
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which ask no operator
-EMPTY = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
+EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
+EMPTY |= {aten.new_empty_strided.default}
 FOREIGN = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).parent / "simcuda"))
 
 

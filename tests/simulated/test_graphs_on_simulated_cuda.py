@@ -1,4 +1,4 @@
-"""Captured steps on simulated cards: no race, no wait in a step, the result of launched steps."""
+"""Captured steps on simulated cards, of pipelines too: no race, no wait in a step, the result of launched steps."""
 
 import tempfile
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,21 +12,47 @@ from tests.simulated.simcuda import graphs, runs, simulated
 from tests.training import graphed_runs  # noqa: F401  registers models
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
+from trainer.models.balance import BlockCost
+from trainer.modes.pipeline.stages import Staged
 from trainer.recipe import versions
 from trainer.training import step_graphs
 from trainer.training.step_graphs import Steps
 
+ONE, TWO, THREE = "devices=[cuda:0,cuda:0]", "devices=[cuda:0,cuda:1]", "devices=[cuda:0,cuda:1,cuda:2]"
+PIPE = "mode=pipeline pipeline.microbatches=4 graphs=true"
 RUNS = [
     "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
     "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
     "model.name=cnn recompute=true accumulate=2 graphs=true",
+    f"{PIPE} model.name=cnn model.freeze=1 {TWO}",
 ]
 MORE = [
     "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
     "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad graphs=true",
     "model.name=noisy precision=bf16 epochs=5 graphs=auto",
+    f"{PIPE} model.name=cnn accumulate=2 clip_grad_norm=1 {ONE}",
+    f"{PIPE} model.name=cnn clip_grad_norm=1 ema=0.9 {TWO}",
+    f"{PIPE} model.name=cnn optimizer.name=adamw {THREE}",
+    f"{PIPE} model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
+    f"mode=split graphs=true model.name=mlp precision=fp16 {THREE}",
 ]
-FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4)]
+DRAWING = [
+    f"{PIPE} model.name=noisy precision=bf16 {ONE}",
+    f"{PIPE} model.name=noisy accumulate=2 {TWO}",
+    f"mode=pipeline pipeline.split_size=3 graphs=true model.name=noisy {THREE}",
+    f"mode=split graphs=true model.name=noisy {ONE}",
+    f"mode=split graphs=true model.name=noisy optimizer.name=adamw accumulate=2 {TWO}",
+]
+SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in MORE]
+FULL = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in DRAWING]
+
+
+def probe(self, traced, rows):
+    """Cuts that are the same in every run."""
+    return [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
+
+
+FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4), (Staged, "probe", probe)]
 NOT_EVERY_STEP = (
     *runs.NOT_EVERY_STEP,
     "training.step_graphs.Steps.record",
@@ -54,7 +80,7 @@ def trained(words, patches=()):
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for owner, name, value in [(graphs.Graph, "replay", counted), (Steps, "_give_up", told), *FEWER, *patches]:
             stack.enter_context(mock.patch.object(owner, name, value))
-        done = runs.train_on_cuda(words, Path(folder) / "run", 1)
+        done = runs.train_on_cuda(words, Path(folder) / "run")
     return done, len(replays), said
 
 
@@ -68,7 +94,7 @@ def alike(one, two):
     return same and all(torch.equal(weight, two.weights[name]) for name, weight in one.weights.items())
 
 
-@pytest.mark.parametrize("words", [*RUNS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
+@pytest.mark.parametrize("words", [*RUNS, *SLOW, *FULL])
 def test_a_run_with_replays_is_the_run_without(words):
     launched, replayed, count, said = both(words)
     assert alike(launched, replayed) and count > 8

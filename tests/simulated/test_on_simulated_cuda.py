@@ -138,17 +138,11 @@ def test_what_else_asks_for_cards(tmp_path):
         machine.broken.clear()
         labels(machine)
         without_memory(machine)
-        found = Findings()
-        assert found.problems == []
         assert prediction_devices("auto", 2, 8) == present(["cuda", "cuda:1"], 2)
         assert check_devices(["cuda", "cpu"])[0] == CARD
-        for refused in (
-            lambda: present(["cuda:2"], 2),
-            lambda: present(["cuda:0"], 0),
-            lambda: check_devices(["cuda:2"]),
-        ):
+        for refuse, *given in ((present, ["cuda:2"], 2), (present, ["cuda:0"], 0), (check_devices, ["cuda:2"])):
             with pytest.raises(TrainerError, match="not here"):
-                refused()
+                refuse(*given)
         data = open_datasets(load(None, *runs.BASE.split()))
         speed_recipe(load(None, *runs.BASE.split()), data, print)
         assert total_memory(CARD) > 0
@@ -157,6 +151,7 @@ def test_what_else_asks_for_cards(tmp_path):
             assert plan(recipe, nproc, every=mode == "dp")
             for measured in (StepParts(1.0), StepParts(1.0, communication=0.5)):
                 judge(measured, {"steps": 1.0}, recipe, Setting(nproc or 1, gpu=True))
+        assert machine.errors == []
 
 
 def labels(machine):
@@ -237,24 +232,20 @@ def test_a_card_that_is_full_leaves_its_shards_on_the_host(tmp_path):
 UNLIKE = (Card(), Card("Tesla T4", 15 << 30, (7, 5), peers=False))
 
 
-def check_unlike():
-    """Each card is told as it is, and where all must have room the smallest counts."""
-    report = Findings()
-    check_cards(report)
-    text = report.text()
-    for line in ("HBM3, 80.0 of 80.0 GiB free", "T4, 15.0 of 15.0 GiB free", "right in all 2 ways"):
-        assert line in text, text
-    assert text.count("computes correctly") == 2
-    assert own_memory(Layout(load(None, "mode=ddp"), 2, ("cuda:0", "cuda:1")), 2)[0] == 15 << 30
-    assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
-    assert peak_flops(CARD, "fp16") == 989e12 and peak_flops(torch.device("cuda", 1), "fp16") == 65e12
-    assert uses.strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4").room() <= 15 << 30
-
-
 @pytest.mark.slow
 def test_unlike_cards_are_told_as_they_are():
+    """And where all must have room the smallest counts."""
     with runs.alone(), simulated(UNLIKE) as machine:
-        check_unlike()
+        report = Findings()
+        check_cards(report)
+        text = report.text()
+        for line in ("HBM3, 80.0 of 80.0 GiB free", "T4, 15.0 of 15.0 GiB free", "right in all 2 ways"):
+            assert line in text, text
+        assert text.count("computes correctly") == 2
+        assert own_memory(Layout(load(None, "mode=ddp"), 2, ("cuda:0", "cuda:1")), 2)[0] == 15 << 30
+        assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
+        assert peak_flops(CARD, "fp16") == 989e12 and peak_flops(torch.device("cuda", 1), "fp16") == 65e12
+        assert uses.strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4").room() <= 15 << 30
         assert machine.errors == []
 
 

@@ -140,12 +140,8 @@ def tried(machine):
     """A plan is tried."""
     strategy = strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4")
     traced = trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp")
-    before = stages.TRIAL_STEPS
-    try:
-        stages.TRIAL_STEPS = (2, 2)
+    with mock.patch.object(stages, "TRIAL_STEPS", (2, 2)):
         strategy.trial(traced, Plan((traced.cuts[0],), 4, "streams"))
-    finally:
-        stages.TRIAL_STEPS = before
 
 
 def timed(machine):
@@ -207,13 +203,10 @@ def communicated(machine):
 
 def probed(machine):
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
-    passes, speed_probe.PASS = speed_probe.PASS, 0.0
-    try:
+    with mock.patch.object(speed_probe, "PASS", 0.0):
         speed_probe._whole(context(load(None, "mode=single"), PEERS, (2, 1, 4, 4)), model, 2)
         torch.ones(3, device=CARD)
         speed_probe._exchange(PEERS, CARD, reduce=True)
-    finally:
-        speed_probe.PASS = passes
 
 
 def held(machine):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.simulated.simcuda.kernels import META, tensors_in
+from tests.simulated.simcuda.kernels import META
+from tests.simulated.tape import tensors_in
 
 DEVICE = torch.Tensor.device.__get__
 VALUES = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.scalar_tensor}  # made on the host, then copied
@@ -106,7 +105,7 @@ class Functions(TorchFunctionMode):
             on_cpu = torch.device("cpu")
             args, kwargs = tree_map(lambda value: on_cpu if is_device(value) else value, (list(args), kwargs))
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory" or not pinned}
-            with self._making(index):
+            with here.having("target", index):
                 out = func(*args, **kwargs)
             if func in VALUES and index is not None:
                 self.machine.wait("a tensor of the host's numbers", "H2D")
@@ -119,20 +118,8 @@ class Functions(TorchFunctionMode):
         seen = {where(tensor) for tensor in tensors} - {None}
         if len(seen) != 1:
             return func(*args, **kwargs)
-        before, here.hint = here.hint, next(iter(seen))
-        try:
+        with here.having("hint", next(iter(seen))):
             return func(*args, **kwargs)
-        finally:
-            here.hint = before
-
-    @contextmanager
-    def _making(self, index: int | None) -> Iterator[None]:
-        here = self.machine.here
-        before, here.target = here.target, index
-        try:
-            yield
-        finally:
-            here.target = before
 
     def _moved(self, func: Any, tensor: Tensor, rest: Any, kwargs: dict[str, Any]) -> Any:
         """`Tensor.to` and its kind."""
@@ -194,12 +181,8 @@ class Copy(torch.autograd.Function):
 
 
 def moved(tensor: Tensor, machine: Any, index: int | None, non_blocking: bool) -> Tensor:
-    here = machine.here
-    before, here.target = here.target, index
-    try:
+    with machine.here.having("target", index):
         out = torch.empty_like(tensor.detach())
-    finally:
-        here.target = before
     if not out.numel():
         if index is not None:
             machine.memory.place(out, machine.current_stream(index))

@@ -11,8 +11,6 @@ import sys
 import warnings
 from typing import Any
 
-import torch
-
 from tests.simulated.simcuda.order import Stream, new_name
 from tests.simulated.tape import Pool, Recording, outside, without_modes
 from trainer.recipe.versions import torch_has
@@ -152,9 +150,6 @@ class Graph:
         self.handle: tuple[int, int] | None = None
         self.tape: Recording | None = None
 
-    def pool(self) -> tuple[int, int] | None:
-        return self.handle
-
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         machine, stream = self.machine, self.machine.current_stream()
         assert machine.here.capture is None and self.tape is None
@@ -208,12 +203,8 @@ class Graph:
             number = machine.order.kernel(stream)
             pairs = [(key, False) for key in self.reads] + [(key, True) for key in self.writes | {*tape.given}]
             machine.memory.touch(stream, number, pairs, "the replay of a graph")
-            host = torch.default_generator.get_state()
-            with without_modes():
-                torch.default_generator.set_state(machine.generators[self.device])
+            with without_modes(), machine.drawing(self.device):
                 tape.replay()
-                machine.generators[self.device] = torch.default_generator.get_state()
-                torch.default_generator.set_state(host)
 
     def reset(self) -> None:
         self.machine.graphs.permit("a reset")

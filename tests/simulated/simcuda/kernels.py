@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
+from tests.simulated.tape import EMPTY, aten, tensors_in
+
 META = torch.Tensor.is_meta.__get__
 SAME = "same"  # the device that a kernel's inputs are on
-EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in tensors_in(part)]
-    return []
 
 
 class Kernels(TorchDispatchMode):
@@ -130,19 +120,11 @@ class Kernels(TorchDispatchMode):
             self.machine.memory.use(self.machine.current_stream(device), reads, changed + fresh, fresh, str(func))
         return out
 
-    @contextmanager
-    def _generator(self, func: Any, device: int) -> Iterator[None]:
+    def _generator(self, func: Any, device: int) -> AbstractContextManager[None]:
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            yield
-            return
+            return nullcontext()
         self.machine.graphs.draws(device)
-        host = torch.default_generator.get_state()
-        torch.default_generator.set_state(self.machine.generators[device])
-        try:
-            yield
-        finally:
-            self.machine.generators[device] = torch.default_generator.get_state()
-            torch.default_generator.set_state(host)
+        return self.machine.drawing(device)  # type: ignore[no-any-return]
 
     def _wait(self, func: Any, args: Any, device: int) -> None:
         """What needs a value on the host, or a shape that follows from values."""

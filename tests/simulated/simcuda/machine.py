@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,16 @@ class Here(threading.local):
         self.target: int | str | None = SAME  # where what is being made shall be
         self.capture: Any = None  # see `graphs`
         self.hint: int | None = None  # where the arguments of the present function are
+
+    @contextmanager
+    def having(self, name: str, value: Any) -> Iterator[None]:
+        """One of these has another value in this block."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
 
 
 class Machine:
@@ -103,9 +114,6 @@ class Machine:
     def seed_all(self, seed: int) -> None:
         self.generators = [torch.Generator().manual_seed(seed).get_state() for _ in range(self.count)]
 
-    def seed(self, seed: int) -> None:
-        self.generators[self.here.device] = torch.Generator().manual_seed(seed).get_state()
-
     def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
         if self.here.capture is not None:
             self.here.capture.refuse("a generator's state is set")
@@ -115,6 +123,17 @@ class Machine:
     def generator(self, device: Any = "cuda") -> Tensor:
         self.graphs.draws(self.index(device))
         return self.generators[self.index(device)].clone()
+
+    @contextmanager
+    def drawing(self, index: int) -> Iterator[None]:
+        """Random numbers come from a device's generator."""
+        host = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.generators[index])
+        try:
+            yield
+        finally:
+            self.generators[index] = torch.default_generator.get_state()
+            torch.default_generator.set_state(host)
 
     def clock(self) -> float:
         """`time.perf_counter`; who times a device with it must have waited for it."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.simulated.simcuda.order import Order, Stream
+from tests.simulated.tape import key_of
 
 
 class Access(NamedTuple):
@@ -41,10 +42,6 @@ class Pool:
     unsafe: list[list[Access]] = field(default_factory=list)  # of freed blocks, uses that it does not wait for
 
 
-def key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class Memory:
     """All storages that are not plain memory of the host."""
 
@@ -59,7 +56,7 @@ class Memory:
 
     def device(self, tensor: Tensor) -> int | None:
         """The index of the tensor's device; None is the host."""
-        block = self.blocks.get(key(tensor))
+        block = self.blocks.get(key_of(tensor))
         return None if block is None else block.device
 
     def place(self, tensor: Tensor, stream: Stream) -> None:
@@ -97,10 +94,10 @@ class Memory:
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return key(tensor) in self.pinned
+        return key_of(tensor) in self.pinned
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        block = self.blocks.get(key(tensor))
+        block = self.blocks.get(key_of(tensor))
         if block is not None:
             block.recorded.add(stream.id)
 
@@ -119,7 +116,7 @@ class Memory:
                             "uses (no record_stream)"
                         )
             pool.unsafe.clear()
-        self.touch(stream, number, [*((key(t), False) for t in reads), *((key(t), True) for t in writes)], what)
+        self.touch(stream, number, [*((key_of(t), False) for t in reads), *((key_of(t), True) for t in writes)], what)
         return number
 
     def touch(self, stream: Stream, number: int, pairs: Iterable[tuple[int, bool]], what: str) -> None:
@@ -154,7 +151,7 @@ class Memory:
 
     def host_writes(self, tensor: Tensor, what: str) -> None:
         """The host writes to memory; copies that still read it see both."""
-        for stream, number in self.pinned.get(key(tensor), ()):
+        for stream, number in self.pinned.get(key_of(tensor), ()):
             if not self.order.seen_by_host(stream, number):
                 self.errors.append(f"HOST: {what} writes to pinned memory that stream {stream} is still copying from")
 

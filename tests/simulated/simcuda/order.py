@@ -133,10 +133,6 @@ class Stream:
         with self.machine.order.lock:
             self.machine.order.host_waits([self])
 
-    def query(self) -> bool:
-        self.machine.graphs.permit("a query")
-        return self.machine.order.idle([self])
-
     def is_capturing(self) -> bool:
         return self.id != self.own_id
 
@@ -179,9 +175,6 @@ class Event:
             self.machine.order.syncs.record_state(self.id, stream.id)
         self.at = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.machine.current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         self.machine.graphs.permit("an event")
         self.machine.waits.note("synchronize")
@@ -204,14 +197,10 @@ class Event:
             order.arrived()
         return True
 
-    def complete(self) -> bool:
-        """Whether the host knows that it is; it never asks for a time before."""
-        return self.place is None or self.machine.order.seen_by_host(*self.place)
-
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             if not event.timing or event.place is None or event.captured:
                 raise RuntimeError("elapsed_time of an event without enable_timing, never recorded, or captured")
-            if not event.complete():
+            if not self.machine.order.seen_by_host(*event.place):
                 raise RuntimeError("elapsed_time of an event that is not complete (cudaErrorNotReady)")
         return 1e3 * (end.at - self.at)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import warm
-from tests.command_line import PROJECT
+from tests.command_line import PROJECT, free_port
 
 SHARDED = "model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1"
 CASES = {
@@ -50,17 +49,13 @@ def both() -> dict[str, Any]:
             command, env={**plain, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, timeout=300, cwd=PROJECT
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return _gathered(Path(folder))
-
-
-def _gathered(folder: Path) -> dict[str, Any]:
+        found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     cases: dict[str, Any] = {}
     for name in CASES:
-        ranks = [json.loads((folder / f"{name}-cuda-{rank}.json").read_text()) for rank in range(2)]
-        cpu = json.loads((folder / f"{name}-cpu-0.json").read_text())
+        ranks = [found[f"{name}-cuda-{rank}"] for rank in range(2)]
         cases[name] = {
             "cuda": ranks[0]["losses"],
-            "cpu": cpu["losses"],
+            "cpu": found[f"{name}-cpu-0"]["losses"],
             "errors": [rank["errors"] for rank in ranks],
             "held": [rank["held"] for rank in ranks],
             "waits": [place for rank in ranks for place in rank["waits"]],
@@ -75,15 +70,13 @@ def main(folder: Path) -> int:
     failed = 0
     for name, words in CASES.items():
         for kind in ("cuda", "cpu"):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             children = [_fork(folder, name, words, kind, rank, port) for rank in range(2)]
             failed |= max(os.waitpid(child, 0)[1] for child in children)
     return int(failed != 0)
 
 
-def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> int:
+def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: str) -> int:
     child = os.fork()
     if child:
         return child
@@ -96,7 +89,7 @@ def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: int) 
         os._exit(1)
 
 
-def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: int) -> None:
+def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: str) -> None:
     from tests.simulated.simcuda import runs
 
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}

@@ -19,16 +19,8 @@ from typing import Any, NamedTuple
 
 from tests.simulated.simcuda.waits import HOME
 
-ORDERING = {
-    "wait_stream",
-    "wait_event",
-    "record_stream",
-    "record_event",
-    "record",
-    "synchronize",
-    "query",
-    "synchronise",
-}
+ORDERING = {"wait_stream", "wait_event", "record_stream", "record_event", "record"}
+ORDERING |= {"synchronize", "synchronise", "query"}
 
 
 class Site(NamedTuple):

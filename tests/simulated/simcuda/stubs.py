@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -81,6 +81,9 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
 def _cuda(machine: Machine) -> dict[str, Any]:
     memory, index = machine.memory, machine.index
 
+    def on_device(device: Any) -> AbstractContextManager[None]:
+        return machine.here.having("device", index(device))
+
     def limits(device: Any = None) -> tuple[int, int]:
         return machine.card(device).size - memory.allocated(index(device)), machine.card(device).size
 
@@ -106,7 +109,7 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "device_count": lambda: machine.count,
         "current_device": lambda: machine.here.device,
         "set_device": lambda device: setattr(machine.here, "device", index(device)),
-        "device": lambda device: _on_device(machine, device),
+        "device": on_device,
         "Stream": lambda device=None, **_: Stream(machine, index(device)),
         "Event": lambda enable_timing=False, **_: Event(machine, enable_timing),
         "stream": lambda stream: nullcontext() if stream is None else stream,
@@ -115,7 +118,6 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "synchronize": machine.synchronize,
         **machine.graphs.stubs(),
         "_sleep": lambda cycles: machine.order.kernel(machine.current_stream()),
-        "manual_seed": machine.seed,
         "manual_seed_all": machine.seed_all,
         "get_rng_state": machine.generator,
         "set_rng_state": machine.set_generator,
@@ -136,16 +138,6 @@ def _cuda(machine: Machine) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _on_device(machine: Machine, device: Any) -> Iterator[None]:
-    before = machine.here.device
-    machine.here.device = before if device is None else machine.index(device)
-    try:
-        yield
-    finally:
-        machine.here.device = before
-
-
 def _accelerator(machine: Machine) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
@@ -153,7 +145,7 @@ def _accelerator(machine: Machine) -> dict[str, Any]:
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: machine.here.device,
         "set_device_index": lambda device: setattr(machine.here, "device", machine.index(device)),
-        "device_index": lambda device: _on_device(machine, device),
+        "device_index": lambda device: machine.here.having("device", machine.index(device)),
         "current_stream": machine.current_stream,
         "synchronize": machine.synchronize,
     }
@@ -234,20 +226,12 @@ def _reducer(machine: Machine) -> type:
     class Reducer(dist.Reducer):  # type: ignore[misc]
         def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
             self._where = machine.memory.device(parameters[0])
-            with self._there():
+            with machine.here.having("hint", self._where):
                 super().__init__(parameters, *args, **kwargs)
 
         def _rebuild_buckets(self) -> bool:
-            with self._there():
+            with machine.here.having("hint", self._where):
                 return bool(super()._rebuild_buckets())
-
-        @contextmanager
-        def _there(self) -> Iterator[None]:
-            before, machine.here.hint = machine.here.hint, self._where
-            try:
-                yield
-            finally:
-                machine.here.hint = before
 
     return Reducer
 

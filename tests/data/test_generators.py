@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from tests.command_line import python
 from tests.data.test_loaders import epoch, loading, photo_sets, same
 from trainer.data.generators import Generators
 
@@ -97,3 +98,32 @@ def test_any_number_of_readers_see_the_same_images(loading, kind):
         found.append([*epoch(loader, 0), *epoch(loader, 1)])
     assert same(*found)
     assert len({float(x.mean()) for images, _ in found[0] for x in images}) > 30, "and others for each sample and epoch"
+
+
+SCRIPT = """
+import torch, trainer
+
+class Drawn(torch.utils.data.Dataset):
+    classes = ["a", "b"]
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.rand(1, 8, 8, generator=self.generator), index % 2
+
+if __name__ == "__main__":
+    words = "mode=single model.name=mlp batch_size=8 epochs=1 data.workers=2 augment.crop=none logging.verdict=false"
+    trainer.train("digits", *words.split(), data=(Drawn(), Drawn()))
+"""
+
+
+@pytest.mark.slow
+def test_one_of_torch_reaches_the_workers_of_a_script(tmp_path):
+    """Its state is shared memory, which has to last until they have it."""
+    (tmp_path / "draws.py").write_text(SCRIPT)
+    done = python(tmp_path / "draws.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

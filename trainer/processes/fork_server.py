@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def start(process: Any) -> None:
     Raises:
         ConnectionError, EOFError: it was killed again.
     """
+    states = list[Any]()  # of torch's generators, as tensors in shared memory: until the process has them
+
+    def reduced(generator: Any) -> Any:
+        states.append(generator.__reduce__())
+        return states[-1]
+
+    if torch := sys.modules.get("torch"):
+        ForkingPickler.register(torch.Generator, reduced)
     try:
         process.start()
     except (ConnectionError, EOFError):

@@ -1,7 +1,5 @@
 """Words of the command line: what is taken, and what is answered by what to type."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
@@ -48,11 +46,16 @@ SAID = {
     "plan recipe=digits --jsonn": "jsonn is not a key",
 }
 
+FILES = ["runs/first/recipe.yaml", "runs/other/recipe.yaml", "other/1.jpg", "photos/cat.jpg", "data/1.jpg", "photo.jpg"]
+FILES += ["x #1.png", "a b.jpg", "lr=3.jpg", "w.pth"]
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("here"))
-    Path("photo.jpg").touch()
+    for file in FILES:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
     for name in ("RANK", "WORLD_SIZE", "TRAINER_COMMAND", family.PARENT):
         monkeypatch.delenv(name, raising=False)
 
@@ -113,9 +116,6 @@ def test_torchrun_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_predict_takes_photos_folders_and_a_run_in_any_order() -> None:
-    for name in ("runs/first/recipe.yaml", "photos/cat.jpg", "data/1.jpg", "x #1.png", "a b.jpg", "lr=3.jpg", "w.pth"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
     for typed, taken in {
         "photo.jpg": "photo.jpg",
         "photos runs/first": "photos checkpoint=runs/first",
@@ -132,9 +132,6 @@ def test_predict_takes_photos_folders_and_a_run_in_any_order() -> None:
 
 
 def test_what_predict_cannot_tell_apart_is_asked() -> None:
-    for name in ("runs/first/recipe.yaml", "runs/other/recipe.yaml", "other/1.jpg"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
     for typed, says in {
         "other": "./other runs/other",
         "runs/other first photo.jpg": "runs/other first both",

@@ -1,23 +1,16 @@
-"""Help: a page for each command, whose words exist and whose examples can be typed."""
-
-from __future__ import annotations
+"""Help: a page for each command, whose words exist; its examples are commands of the guide, which are all held to."""
 
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
 from tests.command_line import ok
-from tests.typed import is_swept
 from trainer.cli.command_table import COMMANDS
-from trainer.cli.grammar import read
 from trainer.cli.guide import command_page as page
 from trainer.cli.guide import first, pages
 from trainer.commands.compare import entries
 from trainer.commands.plan import OWN as PLAN_WORDS
 from trainer.commands.sweep.space import OWN_WORDS as SWEEP_WORDS
-from trainer.recipe import load
 from trainer.recipe.reflection import defaults
 
 COMMAND_WORDS = {name: command.words for name, command in COMMANDS.items() if command.words}
@@ -41,21 +34,6 @@ def test_words_and_keys_of_a_page_exist(command: str) -> None:
     assert {*COMMAND_WORDS[command]} <= shown | {"output", "resume"}
 
 
-@pytest.mark.parametrize("example", [line for about in pages().values() for line in about.examples])
-def test_examples_can_be_typed(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("photo.jpg", "photos/1.jpg", "runs/first/recipe.yaml"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
-    words = shlex.split(re.split("[;>]", example.partition("-m trainer ")[2])[0])
-    command, rest = read(words)
-    assert command in COMMANDS
-    own = {word for word in rest if word.partition("=")[0] in COMMAND_WORDS.get(command, ())}
-    if command in COMMAND_WORDS:
-        recipe = next((word.partition("=")[2] for word in own if word.startswith("recipe=")), None)
-        load(recipe, *(word for word in rest if "=" in word and word not in own and not is_swept(*word.split("=", 1))))
-
-
 @pytest.mark.parametrize("words", [("plan", "--help"), ("--help", "plan"), ("help", "plan"), ("-h", "plan", "nproc=2")])
 def test_help_of_a_command_however_it_is_asked_for(words: tuple[str, ...]) -> None:
     done = ok(*words)
@@ -63,9 +41,7 @@ def test_help_of_a_command_however_it_is_asked_for(words: tuple[str, ...]) -> No
 
 
 def test_pages_are_as_wide_as_a_terminal() -> None:
-    assert max(map(len, first("").splitlines())) <= 120
-    for command in COMMANDS:
-        assert max(map(len, page(command).splitlines())) <= 120
+    assert all(len(line) <= 120 for text in (first(""), *map(page, COMMANDS)) for line in text.splitlines())
 
 
 def test_pages_say_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

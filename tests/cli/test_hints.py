@@ -1,8 +1,6 @@
 """What the product tells people to type works: each `key=value` and each command in its messages is a word that is
 taken, with a value that is taken, and commands that it answers are typed as they stand."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -26,13 +24,12 @@ from trainer.recipe.removed import REMOVED
 OPEN = "{}"  # stands for what a message fills in
 # Words that are no key and no word of a command line, by what they are.
 OTHERS = {
-    "words of one command": "checkpoint format yes minutes extends measured kind array",
-    "arguments of Python's": "data model model__init_from on_epoch item_timeout optimizer__lr "
-    "optimizer__name num_classes in_chans img_size extra_files _extra_files requires_grad reduction words daemon value "
-    "init_from on_error track_running_stats use_reentrant",
+    "words of one command": "checkpoint format yes minutes extends measured array",
+    "arguments of Python's": "data model on_epoch item_timeout num_classes in_chans img_size requires_grad reduction "
+    "value init_from on_error track_running_stats use_reentrant",
     "a shell's, in the script of a job": "folder code",
-    "of other programs": "size iommu sep timeout device",
-    "what stands for any": "key w m object_type",
+    "of other programs": "size timeout",
+    "what stands for any": "key w object_type",
 }
 WORDS = {*defaults(), *(key.partition(".")[0] for key in defaults()), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
 WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
@@ -95,9 +92,8 @@ def taken(word: str) -> bool:
 
 def commands(text: str) -> Iterator[str]:
     """Commands of training, planning and the like that a text holds, with examples in place of what it fills in."""
-    for found in re.findall(
-        r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit \w+)? ?\S*=[^,;:(]*)", text
-    ):
+    typed = r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit \w+)? ?\S*=[^,;:(]*)"
+    for found in re.findall(typed, text):
         words = [word.strip("'.`") for word in found.split()]
         count = next((n for n, word in enumerate(words) if "=" not in word and word not in (*COMMANDS, "slurm")), None)
         filled = [
@@ -137,4 +133,4 @@ def test_what_messages_tell_to_type_is_taken(room: str) -> None:
     ],
 )
 def test_a_hint_that_does_not_work_is_found(text: str) -> None:
-    assert [*faults(text)] and not [*faults(text.replace(text, "use precision=bf16, or mode=ddp nproc=2"))]
+    assert [*faults(text)] and not [*faults("use precision=bf16, or mode=ddp nproc=2")]

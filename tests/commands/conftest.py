@@ -1,7 +1,5 @@
 """A stand-in for the processes of trials."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.commands.trials.stand_in import Machine

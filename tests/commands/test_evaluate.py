@@ -54,15 +54,12 @@ def test_other_classes_are_not_those_it_was_trained_on(trained):
             evaluate_run(str(path), "model.num_classes=7")
 
 
-COUNTS = {"train": 8, "val": 4, "test": 3}
-
-
 @pytest.fixture(scope="module")
 def three_parts(tmp_path_factory):
     """The same photos as folders, as a table and as tars; those of test have wrong labels."""
     root = tmp_path_factory.mktemp("parts")
     rows = "file,label,split\n"
-    for part, count in COUNTS.items():
+    for part, count in {"train": 8, "val": 4, "test": 3}.items():
         members = []
         for name, colour in (("blue", (30, 30, 200)), ("red", (200, 30, 30))):
             label = name if part != "test" else {"blue": "red", "red": "blue"}[name]

@@ -11,6 +11,7 @@ from PIL import Image
 
 import trainer
 from tests.command_line import ok
+from tests.data.photo_folders import coloured
 from trainer.errors import CheckpointError, PredictionError, RecipeError, SetupError
 
 COLOURS = {"blue": (20, 40, 220), "green": (30, 200, 40), "red": (220, 30, 30)}
@@ -19,12 +20,10 @@ COLOURS = {"blue": (20, 40, 220), "green": (30, 200, 40), "red": (220, 30, 30)}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Photos of three colours, and a run below runs/ that tells them apart."""
-    home, dice = tmp_path_factory.mktemp("home"), np.random.default_rng(0)
+    home = tmp_path_factory.mktemp("home")
     for name, colour in COLOURS.items():
-        (home / "photos" / name).mkdir(parents=True)
         for number in range(12):
-            pixels = np.clip(np.array(colour) + dice.normal(0, 20, (40, 36, 3)), 0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(home / "photos" / name / f"{number}.png")
+            coloured(home / "photos" / name / f"{number}.png", colour, (36, 40), seed=number)
     words = ["data.name=imagefolder", "data.root=photos", "data.image_size=32", "model.name=cnn", "mode=single"]
     ok(*words, "batch_size=8", "epochs=4", "optimizer.lr=0.02", "output=runs/first", "threads=1", cwd=home)
     return home
@@ -48,11 +47,7 @@ def test_the_newest_run_says_what_a_photo_is(run, home):
         assert told.probability == max(told.probabilities) and sum(told.probabilities) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [str, Path, Image.open, lambda path: np.array(Image.open(path)), as_tensor],
-    ids=["text", "path", "pillow", "array", "tensor"],
-)
+@pytest.mark.parametrize("form", [str, Path, Image.open, lambda path: np.array(Image.open(path)), as_tensor])
 def test_a_photo_in_any_form_is_the_same_photo(form, run):
     path = "photos/green/1.png"
     assert run.predict(form(path)) == run.predict(path)
@@ -114,7 +109,6 @@ def test_it_evaluates_and_exports_as_the_commands_do(run, home, capsys):
 @pytest.mark.parametrize(
     ("images", "error", "names"),
     [
-        (["photos/red/0.png", "photos/none.png"], PredictionError, "photos/none.png"),
         (7, RecipeError, "int"),
         (b"x", RecipeError, "bytes"),
         ({"a": 1}, RecipeError, "dict"),

@@ -1,7 +1,5 @@
 """README and the guide as tests read them: blocks of code, commands, links, headings."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from dataclasses import dataclass
@@ -16,9 +14,7 @@ PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # for users
 LANGUAGES = ("sh", "sh wrong", "console", "text", "yaml", "python", "mermaid")
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_COMMAND = re.compile(
-    r"(\./launch\.sh|torchrun|trainer(?= )|python -m (trainer|tests)|python tests/|pip install)\s*\S*"
-)
+_COMMAND = re.compile(r"\./launch\.sh|torchrun|trainer(?= )|python -m (trainer|tests)|python tests/|pip install")
 _PLACEHOLDERS = {"COMMAND", "TOPIC", "NAME"}
 
 
@@ -53,10 +49,8 @@ def name(page: Path) -> str:
 def blocks(page: Path) -> list[Block]:
     """All fenced code, those within lists too."""
     text = page.read_text(encoding="utf-8")
-    found = []
-    for match in _FENCE.finditer(text):
-        found.append(Block(match[2], textwrap.dedent(match[3]), text.count("\n", 0, match.start()) + 1))
-    return found
+    found = [(match[2], textwrap.dedent(match[3]), match.start()) for match in _FENCE.finditer(text)]
+    return [Block(language, code, text.count("\n", 0, start) + 1) for language, code, start in found]
 
 
 @cache
@@ -91,12 +85,8 @@ def commands(page: Path) -> list[Typed]:
     text = prose(page)
     for match in _SPAN.finditer(text):
         span = " ".join(match[1].split())
-        if (
-            _COMMAND.match(span)
-            and " " in span
-            and span not in ("python -m trainer", "pip install")
-            and not {*span.split()} & _PLACEHOLDERS
-        ):
+        whole = " " in span and span not in ("python -m trainer", "pip install")
+        if whole and _COMMAND.match(span) and not {*span.split()} & _PLACEHOLDERS:
             found.append(Typed(span, page, text.count("\n", 0, match.start()) + 1))
     return sorted(found, key=lambda typed: typed.line)
 

@@ -1,7 +1,5 @@
 """A shell's line -> commands, and a command held against what it takes, without training."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence
@@ -76,7 +74,11 @@ def check(text: str) -> None:
         AssertionError: another program's words that nobody has looked at.
     """
     for line in split(text):
-        _check(line)
+        found = ours(line)
+        if found is None:
+            _check_other(line.words)
+        else:
+            _check_ours(*found)
 
 
 def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
@@ -97,10 +99,8 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
         options = dict(word.lstrip("-").replace("-", "_").split("=", 1) for word in words[1:at])
         known = {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts"}
         assert {*options} <= known, options.keys() - known
-        variables |= {
-            "NPROC": options.get("nproc_per_node", "1"),
-            "NNODES": options.get("nnodes", "1").rpartition(":")[2],
-        }
+        nodes = options.get("nnodes", "1").rpartition(":")[2]
+        variables |= {"NPROC": options.get("nproc_per_node", "1"), "NNODES": nodes}
         variables |= {"NODE_RANK": "0", "MASTER_ADDR": "node0", TORCHRUN: "yes"}
         words = ["python", *words[at:]]
     if words[:3] == ["python", "-m", "trainer"]:
@@ -112,18 +112,11 @@ def ours(line: Line) -> tuple[list[str], dict[str, str]] | None:
     return None
 
 
-def _check(line: Line) -> None:
-    found = ours(line)
-    if found is not None:
-        _check_ours(*found)
-        return
-    words = line.words
+def _check_other(words: Sequence[str]) -> None:
     if words[0] == "./launch.sh":
-        allowed = words[1] == "tensorboard" or all(
-            word in ("--slow", "--all", "--versions", "--versions=lowest", "-m", "gpu") or (PROJECT / word).exists()
-            for word in words[2:]
-        )
-        assert allowed, words
+        known = ("--slow", "--all", "--versions", "--versions=lowest", "-m", "gpu")
+        tested = all(word in known or (PROJECT / word).exists() for word in words[2:])
+        assert words[1] == "tensorboard" or tested, words
     elif words[:2] == ("python", "-m"):
         source = PROJECT / (words[2].replace(".", "/") + ".py")
         assert words[2] == "tensorboard.main" or _knows(source, words[3:]), words
@@ -137,11 +130,8 @@ def _knows(source: object, words: Sequence[str]) -> bool:
     """Whether a script takes these options; their values are its own matter."""
     text = (PROJECT / str(source)).read_text()
     options = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
-    loose = {
-        name
-        for names in re.findall(r"for name, \w+ in \((.*?)\):\n", text, re.S)
-        for name in re.findall(r'"(\w+)"', names)
-    }
+    loops = " ".join(re.findall(r"for name, \w+ in \((.*?)\):\n", text, re.S))
+    loose = re.findall(r'"(\w+)"', loops)
     return all(f'"{option}"' in text or option[2:] in loose for option in options)
 
 
@@ -155,7 +145,8 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_words(rest, ("recipe", "nproc", "max_restarts", "plugin"))
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
-        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: _cards(variables), 2)
+        cards = CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0
+        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: cards, 2)
         if TORCHRUN in variables:  # it starts what it was told, whatever the mode
             launch = Launch(int(variables["NPROC"]), int(variables["NNODES"]))
         checks.check_processes(recipe, launch.size, launch.nnodes)
@@ -197,7 +188,3 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
 def _check_names(recipe: Recipe, own: dict[str, str]) -> None:
     if "plugin" not in own:
         check_names(recipe)
-
-
-def _cards(variables: dict[str, str]) -> int:
-    return CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0

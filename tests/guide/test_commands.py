@@ -5,15 +5,12 @@ commands follow one another as a reader types them. What cannot run here is in `
 are planned.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,8 +31,7 @@ from trainer.recipe.reflection import defaults
 
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # that pages speak of, below runs
-WORDS = ("key", "section.key", "format", "yes", "minutes")  # of commands, and what stands for any
-FILES = ("model.onnx",)  # whose names look like keys
+WORDS = ("key", "format", "yes", "minutes")  # of commands, and what stands for any
 QUICK = ("recipes", "guide", "completion", "version", "help", "submit")  # commands that are run at once
 
 # What a line holds that is not run, by reason. Those that train are planned instead.
@@ -66,9 +62,6 @@ def why_not(line: str) -> str | None:
 EVERY = [typed for page in PAGES for typed in commands(page)]
 PLANS = [typed.text for typed in EVERY if why_not(typed.text) in PLANNED]
 PLANS = [text for text in PLANS if not re.search(" (predict|compare) ", text)]
-
-# Words that make a line shorter, where it only repeats itself.
-SHORTER = {r"compare recipe=": "repeats=1 steps=3"}
 
 
 @pytest.fixture
@@ -141,8 +134,8 @@ def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
             load(None, word)
     sections = {key.partition(".")[0] for key in defaults() if "." in key}
     for span in spans(page):
-        if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.partition(".")[0] in sections and span not in FILES:
-            assert span in defaults(), span
+        if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.partition(".")[0] in sections:
+            assert span in defaults() or span == "model.onnx", span
 
 
 def test_examples_of_yaml_are_recipes(empty: Path) -> None:
@@ -199,10 +192,8 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
     return environment(PATH=f"{programs}:{os.environ['PATH']}", HOME=str(folder))
 
 
-def lines_to_run(page: Path) -> Iterator[Typed]:
-    for typed in commands(page):
-        if not why_not(typed.text) and not typed.wrong:
-            yield typed
+def lines_to_run(page: Path) -> list[Typed]:
+    return [typed for typed in commands(page) if not why_not(typed.text) and not typed.wrong]
 
 
 @pytest.mark.full("an hour: each command as it is typed")
@@ -210,16 +201,10 @@ def lines_to_run(page: Path) -> Iterator[Typed]:
 def test_commands_run_as_typed(page: Path, tmp_path: Path) -> None:
     variables = prepare(page, tmp_path)
     for typed in lines_to_run(page):
-        more = next((words for pattern, words in SHORTER.items() if re.search(pattern, typed.text)), "")
-        line = f"{typed.text} {more}".strip()
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line],
-            cwd=tmp_path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
+        shorter = " repeats=1 steps=3" * ("compare recipe=" in typed.text)  # which only repeats itself
+        line = typed.text + shorter
+        shell_line = ["bash", "-o", "pipefail", "-c", line]
+        done = subprocess.run(shell_line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1800)
         allowed = (0, 3) if line.endswith(" doctor") else (0,)  # it may find something wrong with the machine
         assert done.returncode in allowed, f"{typed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr, f"{typed}\n{done.stderr[-3000:]}"
@@ -250,16 +235,12 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
         Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
     (tmp_path / ".readme").symlink_to(PICTURES)
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
-        script = tmp_path / f"{number}.py"
-        script.write_text(block.text)
-        done = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
-        )
+        command = [sys.executable, str(tmp_path / f"{number}.py")]
+        Path(command[1]).write_text(block.text)
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
 
 
 def test_every_command_is_shown_somewhere() -> None:
-    words = {
-        word for typed in EVERY for line in shell.split(typed.text) for word in (shell.ours(line) or ([""],))[0][:1]
-    }
-    assert {*COMMANDS} - {"train", "version", "help"} <= words
+    shown = [shell.ours(line) for typed in EVERY for line in shell.split(typed.text)]
+    assert {*COMMANDS} - {"train", "version", "help"} <= {word for found in shown if found for word in found[0][:1]}

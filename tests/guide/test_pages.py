@@ -1,7 +1,5 @@
 """README and the guide hang together: links lead somewhere, made parts are up to date, figures have their command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib
@@ -30,10 +28,8 @@ def test_what_pages_link_to_is_kept_by_git() -> None:
     if not (PROJECT / ".git").exists():
         pytest.skip("needs a clone")
     kept = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout.split()
-    wanted = {
-        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page) if link[0] != "h"
-    }
-    files = {str(path.relative_to(PROJECT)) for path in wanted if path.is_file()}
+    linked = [page.parent / link.partition("#")[0] for page in PAGES for link in links(page) if link[0] != "h"]
+    files = {str(path.resolve().relative_to(PROJECT)) for path in linked if path.is_file()}
     assert files <= {*kept}, files - {*kept}
 
 
@@ -56,7 +52,10 @@ def test_every_made_part_is_somewhere() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_code_has_a_language_and_fits(page: Path) -> None:
+def test_a_page_begins_with_its_title_and_code_has_a_language_and_fits(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ") and not lines[1]
+    assert len(re.findall("^# ", prose(page), re.M)) == 1
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{page.name}:{block.line}: {block.language}"
         if block.language == "sh" and page.stem != "commands":
@@ -76,13 +75,6 @@ def test_figures_have_their_command(page: Path) -> None:
             assert "figure" not in head or "command" in head
         elif "figure" in head and not line.startswith("| ---"):
             assert cells(line)[head.index("command")].strip("`") in shown, line
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_page_begins_with_its_title(page: Path) -> None:
-    lines = page.read_text().splitlines()
-    assert lines[0].startswith("# ") and not lines[1]
-    assert len(re.findall("^# ", prose(page), re.M)) == 1
 
 
 def test_readme_is_two_screens() -> None:

@@ -1,7 +1,5 @@
 """How long a run is, how fast it was, what it said last."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.commands.compare import comparing
@@ -12,12 +10,11 @@ from trainer.recipe import load
 
 
 def checked(step, samples=1437, batch=32, synthetic=False):
-    return {
-        "data": {"train_samples": samples, "synthetic": synthetic}, "batch_size": batch, "step_time_s": {"mean": step}
-    }  # fmt: skip
+    data = {"train_samples": samples, "synthetic": synthetic}
+    return {"data": data, "batch_size": batch, "step_time_s": {"mean": step}}
 
 
-def test_a_run_is_as_long_as_its_speed_allows():
+def test_a_run_is_as_long_as_its_speed_allows_or_the_user_says():
     recipe = load("digits")  # 30 epochs, 10 steps of warm-up
     assert choose_length(recipe, [checked(0.02), checked(0.01), checked(9)]).steps == 10 + 200  # 4 s of the median
     assert choose_length(recipe, [checked(30.0)]).steps == 10 + comparing.FEWEST
@@ -25,11 +22,7 @@ def test_a_run_is_as_long_as_its_speed_allows():
     assert quick.steps == 10 + comparing.MOST and quick.epochs * (1437 // 96) >= quick.steps
     assert choose_length(recipe, [checked(0.01)], steps=7).steps == 17
     assert choose_length(load("resnet50"), [checked(0.01, synthetic=True)]).steps == 20  # the data is missing
-
-
-def test_a_length_that_the_user_gives_stays():
-    recipe = load("digits", "epochs=3")
-    assert choose_length(recipe, [checked(0.01, batch=100)], fixed=True) == Length(42, 3, 2)
+    assert choose_length(load("digits", "epochs=3"), [checked(0.01, batch=100)], fixed=True) == Length(42, 3, 2)
 
 
 def rows(*windows):
@@ -50,7 +43,5 @@ def test_a_mean_below_its_deviation_is_no_figure():
 
 
 def test_averaging_between_steps_counts():
-    assert comparing.in_steps(
-        {"seconds_in": {"steps": 6.0, "averaging": 2.0, "start-up": 2.0}, "verdict": None}
-    ) == pytest.approx(0.75)
+    assert comparing.in_steps({"seconds_in": {"steps": 6.0, "averaging": 2.0, "start-up": 2.0}}) == pytest.approx(0.75)
     assert comparing.in_steps({"seconds_in": {"steps": 1.0}}) == 1.0

@@ -20,10 +20,8 @@ from trainer.commands.predict.labelling import LabelModel
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.models import zoo
 
-needs_onnx = pytest.mark.skipif(
-    not all(map(find_spec, exporting.ONNX)),
-    reason=f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}",
-)
+ONNX = f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}"
+needs_onnx = pytest.mark.skipif(not all(map(find_spec, exporting.ONNX)), reason=ONNX)
 IMAGES = ("classes", "mean", "std", "image_size", "shorter_side", "channels", "inputs")
 PLUGIN = """
 import torch
@@ -41,7 +39,6 @@ def words(data):
 @register_model("bag")
 def bag(num_classes, channels, image_size):
     return nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(48, num_classes))
-
 """
 
 
@@ -66,6 +63,7 @@ def here(home, monkeypatch):
 
 
 PT2 = "format=exported_program"
+TO_X = (PT2, "output=x.pt2")
 FORMATS = [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]]
 
 
@@ -89,11 +87,11 @@ def facts_of(path, kind):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    run = lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0])  # noqa: E731
-    return run, json.loads(session.get_modelmeta().custom_metadata_map[export.FACTS])
+    facts = json.loads(session.get_modelmeta().custom_metadata_map[export.FACTS])
+    return lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0]), facts
 
 
-@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=needs_onnx), "exported_program"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_what_the_file_tells_and_computes(here, kind):
     exporting.command(["runs/images", f"format={kind}"])
     run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
@@ -193,20 +191,12 @@ def test_what_a_killed_export_left_behind_is_removed_by_the_next(here):
         (["images", "format=onx"], RecipeError, "format=onx: export needs one of onnx, exported_program"),
         (["images", PT2, "output=x.onnx"], RecipeError, "format=exported_program end with .pt2"),
         (["images", PT2, "output=no/x.pt2"], SetupError, "there is no folder no; make it, or choose another output="),
-        (["nowhere", PT2, "output=x.pt2"], CheckpointError, "'nowhere' is not there, nor runs/nowhere: give a run"),
-        (
-            ["runs/images/steps.csv", PT2, "output=x.pt2"],
-            CheckpointError,
-            "steps.csv is not a kind of file that is read",
-        ),
-        (["images", PT2, "output=x.pt2", "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
         (["images", PT2, "output=runs/images/model-there.pt2"], RecipeError, "is there already: remove it"),
-        (["words", PT2, "output=x.pt2"], RecipeError, "model.name=bag is not a model"),
-        (
-            ["images", PT2, "output=x.pt2", "plugin=absent_one"],
-            RecipeError,
-            "plugin=absent_one: no module of that name",
-        ),
+        (["nowhere", *TO_X], CheckpointError, "'nowhere' is not there, nor runs/nowhere: give a run"),
+        (["runs/images/steps.csv", *TO_X], CheckpointError, "steps.csv is not a kind of file that is read"),
+        (["images", *TO_X, "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
+        (["words", *TO_X], RecipeError, "model.name=bag is not a model"),
+        (["images", *TO_X, "plugin=absent_one"], RecipeError, "plugin=absent_one: no module of that name"),
     ],
 )
 def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, error, expected):

@@ -1,7 +1,5 @@
 """The guide's programs, which use exported files without this package, do what it says of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -60,9 +58,7 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_program_without_this_package_labels_a_photo(
-    here: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_without_this_package_labels_a_photo(here, kind, monkeypatch, capsys):
     if kind == "onnx" and not all(map(find_spec, export.ONNX)):
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
     text = (here / PROGRAMS[kind]).read_text()

@@ -41,16 +41,17 @@ def alone(devices=1):
 
 
 def real(recipe, world=None):
-    """The recipe's strategy with a real model and a batch."""
-    images = dataset_facts(recipe)
-    shape = (recipe.batch_size // recipe.accumulate, images.channels, images.size, images.size)
-    strategy = mode_of(recipe, world or alone(), shape)
+    """The recipe's strategy with a real model and this rank's batch."""
+    images, world = dataset_facts(recipe), world or alone()
+    rows = recipe.batch_size // world.size // recipe.accumulate
+    shape = (rows, images.channels, images.size, images.size)
+    strategy = mode_of(recipe, world, shape, classes=images.classes)
     strategy.setup(build(recipe.model, images.classes, images.channels, images.size))
     strategy.train()
-    inputs = torch.randn(shape)
+    inputs = torch.randn(shape, device=world.device)
     if recipe.channels_last:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    return strategy, Batch(inputs, torch.zeros(shape[0], dtype=torch.int64), shape[0])
+    return strategy, Batch(inputs, torch.zeros(rows, dtype=torch.int64, device=world.device), rows)
 
 
 def measured_peak(work):

@@ -6,8 +6,6 @@ Storages are asked for their size at every operator, as torch gives those of gat
 What gloo allocates inside of its collectives is not counted: NCCL has buffers of one size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -19,10 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.commands.plan.plans import dataset_facts, recipe_of, size
-from tests.contexts import mode_of
-from trainer.data import Batch
-from trainer.models.zoo import build
+from tests.commands.plan.plans import real, recipe_of, size
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import build_optimizer, optimizer_state
 from trainer.processes.resources import locate
@@ -62,17 +57,10 @@ def main(folder, *words):
     recipe = recipe_of("mode=fsdp", "data.val_samples=8", "optimizer.name=adamw", *words)
     world = locate(recipe)
     world.connect(100.0)
-    images = dataset_facts(recipe)
-    rows = recipe.batch_size // world.size // recipe.accumulate
-    shape = (rows, images.channels, images.size, images.size)
-    strategy = mode_of(recipe, world, shape, classes=images.classes)
-    strategy.setup(build(recipe.model, images.classes, images.channels, images.size))
-    strategy.train()
+    strategy, batch = real(recipe, world)
     parameters = strategy.named_parameters()
     optimizer = build_optimizer(parameters, recipe.optimizer)
     updater = Updater(optimizer, recipe, strategy.home, None)
-    where = {"device": world.device}
-    batch = Batch(torch.randn(shape, **where), torch.zeros(rows, dtype=torch.int64, **where), rows)
     state = [*optimizer_state(optimizer, parameters).values()]
     known = [*parameters.values(), *strategy.module.buffers(), *state, batch.inputs, batch.targets]
     with Alive(known, counts) as alive:

@@ -34,15 +34,12 @@ def sample(rows, columns, *chosen):
     return [pytest.param(*pair, marks=() if pair in chosen else FULL) for pair in pairs]
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    sample(
-        MODELS,
-        OPTIMIZERS,
-        *[("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "momentum"), ("cnn", "adamw")],
-        *[("mobilenet_v3_small", "momentum"), ("densenet121", "sgd"), ("resnet18", "muon"), ("vit_tiny", "muon")],
-    ),
-)
+TRAINED = [("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "momentum"), ("cnn", "adamw")]
+TRAINED += [("mobilenet_v3_small", "momentum"), ("densenet121", "sgd"), ("resnet18", "muon"), ("vit_tiny", "muon")]
+RUN = [("resnet18", "bf16"), ("vit_tiny", "fp32"), ("cnn", "fp32"), ("cnn", "bf16"), ("mobilenet_v3_small", "fp32")]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), sample(MODELS, OPTIMIZERS, *TRAINED))
 def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     recipe = sized(name, *OPTIMIZERS[optimizer])
     images, fake = dataset_facts(recipe), fake_of(recipe)
@@ -65,14 +62,7 @@ def test_nothing_is_allocated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    sample(
-        MODELS,
-        ["fp32", "bf16"],
-        *[("resnet18", "bf16"), ("vit_tiny", "fp32"), ("cnn", "fp32"), ("cnn", "bf16"), ("mobilenet_v3_small", "fp32")],
-    ),
-)
+@pytest.mark.parametrize(("name", "precision"), sample(MODELS, ["fp32", "bf16"], *RUN))
 def test_activations_are_those_that_the_profiler_sees(name, precision):
     recipe = sized(name, f"precision={precision}")
     strategy, batch = real(recipe)

@@ -18,9 +18,8 @@ def test_more_devices():
     assert made["compute_seconds"] == pytest.approx(0.08 / 8)
     assert made["communication_seconds"] == pytest.approx(2 * 7 / 8 * gradients / 10e6)
     assert made["optimizer_seconds"] == made["other_seconds"] == pytest.approx(0.01)
-    assert made["step_seconds"] == pytest.approx(
-        sum(made[f"{k}_seconds"] for k in ("compute", "communication", "optimizer", "other"))
-    )
+    parts = [made[f"{part}_seconds"] for part in ("compute", "communication", "optimizer", "other")]
+    assert made["step_seconds"] == pytest.approx(sum(parts))
     assert found["predicted_samples_per_sec"] == pytest.approx(128 / made["step_seconds"])
     assert plan(of_cnn("single"), measured="here")["predicted_samples_per_sec"] == pytest.approx(1280)
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests import warm
 from tests.command_line import PROJECT, environment
 from tests.commands.plan.plans import fake_of, recipe_of, size
-from trainer import load_recipe, plan
+from trainer import load_recipe, plan, train
 from trainer.commands.plan import planned_memory
 from trainer.commands.plan.planned_layout import Layout, every_mode, lay_out
 from trainer.commands.plan.planned_memory import BUFFERS, CONTEXT, footprint
@@ -24,8 +24,6 @@ from trainer.telemetry.readable import as_size
 def test_disk_is_what_a_checkpoint_holds(tmp_path, words):
     words = ["mode=single", "devices=[cpu]", "max_steps=1", "logging.progress=false", *words]
     recipe = load_recipe("digits", *words, output=str(tmp_path / "run"))
-    from trainer import train
-
     train(recipe)
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     held = {}
@@ -64,14 +62,15 @@ def test_replicas_of_data_parallel():
     assert first.images == 3 * others[0].images
 
 
+ALL = ["accumulate", "recompute", "precision"]
+
+
 @pytest.mark.parametrize(
     ("mode", "memory", "keys"),
     [
         (["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate"]),
-        pytest.param(
-            ["mode=pipeline", "devices=[cpu]"], "8MiB", ["accumulate", "recompute", "precision"], marks=pytest.mark.slow
-        ),
-        (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ["accumulate", "recompute", "precision"]),
+        pytest.param(["mode=pipeline", "devices=[cpu]"], "8MiB", ALL, marks=pytest.mark.slow),
+        (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ALL),
     ],
 )
 def test_advice_fits(mode, memory, keys):
@@ -83,7 +82,7 @@ def test_advice_fits(mode, memory, keys):
         assert again["fits"] and again["peak"] == one["peak"] and not again["advice"]
 
 
-def test_workers_that_share_a_card_add_up(monkeypatch):
+def test_workers_that_share_a_card_add_up():
     words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cuda:0]"]
     found = plan(load_recipe(None, *words), nproc=4, memory="1GiB")
     assert found["peak"] == sum(device["peak"] for device in found["memory_per_device"])
@@ -103,9 +102,8 @@ def test_what_cuda_and_nccl_take_cannot_be_used_by_a_run():
     words = ["model.name=mlp", "data.name=synthetic", "data.image_size=8", "batch_size=96"]
 
     def usable(mode, nproc, memory, *more):
-        return plan(load_recipe(None, f"mode={mode}", *words, *more), nproc=nproc, memory=memory)["memory_limit"][
-            "usable"
-        ]
+        found = plan(load_recipe(None, f"mode={mode}", *words, *more), nproc=nproc, memory=memory)
+        return found["memory_limit"]["usable"]
 
     gib, context, buffers = 2**30, 600 * 2**20, 400 * 2**20
     assert usable("ddp", 2, "80GiB") == 0.9 * 80 * gib  # a tenth is more
@@ -141,17 +139,16 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
 
 
 SHARDED = ["model.name=vit_tiny", "data.image_size=32"]
-FEW = pytest.param(2, ["batch_size=4"], id="weights")
 MORE = {"images": (2, ["batch_size=16"]), "kept": (2, ["batch_size=4", "fsdp.reshard=false"])}
 CARDS = ["batch_size=8", "devices=[cuda:0,cuda:1]", "fsdp.offload=true"]
 MORE |= {"on the host": (2, CARDS), "on the host, accumulated": (2, [*CARDS, "accumulate=2"])}
 MORE |= {"accumulated": (2, ["batch_size=8", "accumulate=2"]), "2x2": (4, ["batch_size=8", "fsdp.shards=2"])}
+WAYS = [pytest.param(*way, id=name, marks=pytest.mark.full) for name, way in MORE.items()]
+WAYS += [pytest.param(2, ["batch_size=4"], id="weights")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "words"), [FEW, *(pytest.param(*way, id=name, marks=pytest.mark.full) for name, way in MORE.items())]
-)
+@pytest.mark.parametrize(("count", "words"), WAYS)
 def test_ranks_hold_their_share_and_their_peak_is_planned(count, words, tmp_path):
     """By the storages that are alive in a real step; a row of the position embedding is rank 0's alone."""
     script = PROJECT / "tests" / "commands" / "plan" / "sharded_memory.py"
@@ -180,6 +177,4 @@ def test_shards_that_are_too_large_for_their_cards_go_to_the_host():
     room = (card["peak"] + host["peak"]) // 2 + CONTEXT + BUFFERS
     full = plan(recipe_of(*words), nproc=2, memory=room)
     assert not full["fits"] and plan(recipe_of(*words, "fsdp.offload=true"), nproc=2, memory=room)["fits"]
-    assert {"words": "fsdp.offload=true", "peak": host["peak"]}.items() <= next(
-        advice for advice in full["advice"] if "offload" in advice["words"]
-    ).items()
+    assert host["peak"] in [advice["peak"] for advice in full["advice"] if advice["words"] == "fsdp.offload=true"]

@@ -1,12 +1,13 @@
 """Images that several tests label."""
 
-from __future__ import annotations
-
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from tests.data.photo_folders import photo
 
 
 @pytest.fixture(scope="module")
@@ -15,14 +16,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     for n in range(40):
-        (root / str(n % 2)).mkdir(exist_ok=True)
-        pixels = generator.integers(0, 255, (12 + n % 5, 14, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(root / str(n % 2) / f"{n:02}.png")
+        photo(root / str(n % 2) / f"{n:02}.png", (14, 12 + n % 5), seed=n)
     odd = root / "odd"
-    odd.mkdir()
-    whole = root / "odd" / "truncated.jpg"
-    Image.fromarray(generator.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(whole)
-    whole.write_bytes(whole.read_bytes()[:700])
+    photo(odd / "truncated.jpg", (64, 64))
+    os.truncate(odd / "truncated.jpg", 700)
     (odd / "text.jpg").write_text("not a picture")
     (odd / "empty.png").touch()
     Image.fromarray(generator.integers(0, 255, (20, 20, 4), dtype=np.uint8), "CMYK").save(odd / "cmyk.jpg")

@@ -1,7 +1,5 @@
 """A worker: decoding beside the device, the pixels of evaluation, replayed passes."""
 
-from __future__ import annotations
-
 import threading
 import time
 import warnings
@@ -35,14 +33,8 @@ class Means(nn.Module):
 
 def labeller(*words, threads=0):
     torch.manual_seed(0)
-    found = Labeller(
-        Means(),
-        Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3),
-        load(None, *words),
-        Classification(load(None), ()),
-        None,
-        threads,
-    )
+    preparation, task = Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3), Classification(load(None), ())
+    found = Labeller(Means(), preparation, load(None, *words), task, None, threads)
     found.setup(torch.device("cpu"))
     return found
 
@@ -143,11 +135,9 @@ def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size
     held_out = list(listed.items)
     assert len(held_out) == len(evaluated) == 24
     for row, item in enumerate(held_out):
-        of_part, of_file = (
-            worker._transform.inputs(worker._tried(payload).permute(1, 2, 0)[None].contiguous())[0]
-            for payload in (item.payload, item.path)
-        )
-        assert torch.equal(of_part, evaluated[row]) and torch.equal(of_file, evaluated[row]), item.path
+        for payload in (item.payload, item.path):
+            pixels = worker._tried(payload).permute(1, 2, 0)[None].contiguous()
+            assert torch.equal(worker._transform.inputs(pixels)[0], evaluated[row]), item.path
 
 
 @pytest.mark.parametrize("word", ["graphs=auto", "precision=bf16", "graphs=false"])

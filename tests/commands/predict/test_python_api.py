@@ -1,7 +1,5 @@
 """`predict` for programs: what one device gives, over several."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

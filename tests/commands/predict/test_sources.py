@@ -1,7 +1,5 @@
 """Folders and lists of images, as they may be found."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,18 +1,38 @@
 """Proofs of this machine in which some checks are done already, so that a test pays for the others alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 from tests.command_line import PROJECT, trainer
 from trainer.commands.prove import fast, find_devices, proving, right
+from trainer.commands.prove.check_runner import CheckRunner, Devices
 from trainer.commands.trials.report import this_machine
 from trainer.training.reporting import versions
 
 FAULTY = Path(__file__).parent / "faulty"
 DEVICES = find_devices("[cpu,cpu]")
 CHECKS = [check.name for check in (*right.checks(DEVICES), *fast.checks(DEVICES))]
+CARD = "NVIDIA A100-SXM4-80GB"
+
+
+def machine(kind, count):
+    """So many devices, which need not be here."""
+    names = ("cpu",) * count if kind == "cpu" else tuple(f"cuda:{n}" for n in range(count))
+    return Devices(names, kind, ("CPU" if kind == "cpu" else CARD,) * count, 1 if kind == "cpu" else None)
+
+
+def runner(tmp_path, devices, answers=None, result=None, error=None):
+    """A runner whose measurements answer so, and whose runs end so."""
+    one = CheckRunner(tmp_path, devices)
+    one.measure = lambda what, count=1, **task: answers
+
+    def train(name, words, environment=None, timed=False):
+        if error is not None:
+            raise error
+        return result
+
+    one.train = train
+    return one
 
 
 def begin(folder, *names):

@@ -1,7 +1,5 @@
 """Runs and measurements in fresh processes: how they end, and what is said of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.commands.prove.proofs import DEVICES

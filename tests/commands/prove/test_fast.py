@@ -1,26 +1,17 @@
 """Figures of speed: which device and which link is named as slow, and what is said beside each figure."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.commands.prove.proofs import CARD, machine, runner
 from trainer.commands.prove import fast
-from trainer.commands.prove.check_runner import CheckRunner, Devices, measured
+from trainer.commands.prove.check_runner import Devices, measured
 from trainer.commands.prove.fast import checks, counts, slow_devices
 
-CARD = "NVIDIA A100-SXM4-80GB"
-CARDS = Devices(tuple(f"cuda:{n}" for n in range(4)), "cuda", (CARD,) * 4)
-CPUS = Devices(("cpu", "cpu"), "cpu", ("CPU", "CPU"), 1)
-
-
-def runner(tmp_path, devices, answers):
-    one = CheckRunner(tmp_path, devices)
-    one.measure = lambda what, count=1, **task: answers
-    return one
+CARDS, CPUS = machine("cuda", 4), machine("cpu", 2)
 
 
 def rate(product):
@@ -70,9 +61,8 @@ def test_a_slow_way_is_named(tmp_path):
 
 
 def test_every_number_of_devices_up_to_all():
-    six = Devices(tuple(f"cuda:{n}" for n in range(6)), "cuda", (CARD,) * 6)
-    assert [counts(devices) for devices in (CPUS, CARDS, six)] == [[1, 2], [1, 2, 4], [1, 2, 4, 6]]
-    alone = [check.name for check in checks(Devices(("cuda:0",), "cuda", (CARD,)))]
+    assert [counts(devices) for devices in (CPUS, CARDS, machine("cuda", 6))] == [[1, 2], [1, 2, 4], [1, 2, 4, 6]]
+    alone = [check.name for check in checks(machine("cuda", 1))]
     assert alone == ["rates", "speed resnet50 x1", "speed vit_b_16 x1"]
 
 
@@ -81,9 +71,7 @@ def test_a_batch_is_as_large_as_a_card_holds(gibs, batch, monkeypatch):
     cards = {"cuda:0": 80 * 2**30, "cuda:1": int(gibs * 2**30)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: SimpleNamespace(total_memory=cards[name]))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: False)
-    assert fast.settings(Devices((*cards,), "cuda", (CARD,) * 2)) == {
-        "batch": batch, "precision": "fp16", "compile": False,
-    }  # fmt: skip
+    assert fast.settings(machine("cuda", 2)) == {"batch": batch, "precision": "fp16", "compile": False}
 
 
 def speed_of(tmp_path, name, ours, single=1000.0, verdict=None):
@@ -103,9 +91,8 @@ def speed_of(tmp_path, name, ours, single=1000.0, verdict=None):
 
 
 def test_images_a_second_stand_beside_a_bare_loop_and_one_device(tmp_path):
-    found, words = speed_of(
-        tmp_path, "speed resnet20 x2", [1800.0, 1900.0, 2000.0], verdict={"step": {"optimizer": 0.02}}
-    )
+    verdict = {"step": {"optimizer": 0.02}}
+    found, words = speed_of(tmp_path, "speed resnet20 x2", [1800.0, 1900.0, 2000.0], verdict=verdict)
     figures = ["1,900", "(1,800", "2,000);", "0.95", "(0.90", "1.00)", "1.90", "9%"]
     assert [word for word in found.line.split() if word[-1] != "/" and re.search(r"\d", word)] == figures
     assert found.figures["exposed_communication"] == pytest.approx(1 - 1000 / 1100)

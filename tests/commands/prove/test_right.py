@@ -1,7 +1,5 @@
 """The checks of what is right: that every machine gets runs that can start, and that no answer passes by default."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -9,8 +7,9 @@ import re
 import pytest
 import torch
 
+from tests.commands.prove.proofs import machine, runner
 from trainer.commands.prove import fast, prove_probe, right
-from trainer.commands.prove.check_runner import CheckRunner, Devices, Outcome
+from trainer.commands.prove.check_runner import Outcome
 from trainer.commands.prove.prove_probe import compare, pattern, types
 from trainer.commands.prove.right import STEPS, TOLERANCE, Traces, compared, digits, modes_here, same_bits
 from trainer.commands.trials.engine import TrialFailed
@@ -20,14 +19,8 @@ from trainer.recipe.checks import VIRTUAL, check_processes, refused_schedules
 from trainer.recipe.recipe_files import split_words
 
 BLOCKS = 7  # of cnn_gn, between which it can be cut
-
-
-def machine(kind, count):
-    names = ("cpu",) * count if kind == "cpu" else tuple(f"cuda:{n}" for n in range(count))
-    return Devices(names, kind, ("CPU" if kind == "cpu" else "NVIDIA H100 PCIe",) * count, 1 if kind == "cpu" else None)
-
-
 MACHINES = [("cpu", 1), ("cpu", 2), ("cpu", 3), *[("cuda", n) for n in (1, 2, 3, 6, 7, 8, 16)]]
+CPUS, CARD = machine("cpu", 2), machine("cuda", 1)
 
 
 @pytest.mark.parametrize(("kind", "count"), MACHINES)
@@ -65,26 +58,12 @@ def test_every_mode_is_there(kind, count):
     assert {"sums", "copies"} & names == ({"sums", "copies"} if count > 1 else set())
 
 
-def runner(tmp_path, kind="cpu", count=2, answers=None, result=None, error=None):
-    """A runner whose measurements answer so, and whose runs end so."""
-    one = CheckRunner(tmp_path, machine(kind, count))
-    one.measure = lambda what, count=1, **task: answers
-
-    def train(name, words, environment=None, timed=False):
-        if error is not None:
-            raise error
-        return result
-
-    one.train = train
-    return one
-
-
 def test_patterns_that_nobody_compared_are_wrong(tmp_path):
-    assert right.sums(runner(tmp_path, answers=[{"done": 0, "wrong": []}] * 2)).status == "wrong"
+    assert right.sums(runner(tmp_path, CPUS, [{"done": 0, "wrong": []}] * 2)).status == "wrong"
     answers = [{"done": 9, "wrong": ["cuda:0 to cuda:1: odd"]}, {"done": 9, "wrong": []}]
-    bad = right.copies(runner(tmp_path, "cuda", 2, answers))
+    bad = right.copies(runner(tmp_path, machine("cuda", 2), answers))
     assert re.fullmatch("1 of 18 .*: cuda:0 to cuda:1: odd", bad.line) and "NCCL_P2P_DISABLE=1" in bad.todo
-    good = right.copies(runner(tmp_path, answers=[{"done": 9, "wrong": []}] * 2))
+    good = right.copies(runner(tmp_path, CPUS, [{"done": 9, "wrong": []}] * 2))
     assert good.status == "right" and good.figures["done"] == 18
 
 
@@ -102,43 +81,43 @@ def numbered(count=83, total=3486, squares=194054):
     ],
 )
 def test_each_held_out_image_once(result, says, tmp_path):
-    check = next(check for check in right.checks(machine("cpu", 2)) if check.name == "held out ddp")
-    found = check.run(runner(tmp_path, result=result))
+    check = next(check for check in right.checks(CPUS) if check.name == "held out ddp")
+    found = check.run(runner(tmp_path, CPUS, result=result))
     assert says in found.line and found.status == ("right" if result == numbered() else "wrong")
     assert prove_probe.COUNT == 83
 
 
 def test_memory_that_each_run_keeps_is_a_leak_and_one_that_settles_is_none(tmp_path):
     mib = 2**20
-    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 150 * mib, 201 * mib]}]))
+    found = right.memory(runner(tmp_path, CPUS, [{"host": [100 * mib, 150 * mib, 201 * mib]}]))
     assert found.status == "wrong" and re.search(r"\b50 MiB .*\bhost", found.line)
-    found = right.memory(runner(tmp_path, "cuda", 1, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
+    found = right.memory(runner(tmp_path, CARD, [{"host": [100 * mib] * 3, "device": [0, 30 * mib, 60 * mib]}]))
     assert found.status == "wrong" and re.search(r"\b30 MiB .*\bdevice", found.line)
-    found = right.memory(runner(tmp_path, answers=[{"host": [100 * mib, 160 * mib, 160 * mib]}]))
+    found = right.memory(runner(tmp_path, CPUS, [{"host": [100 * mib, 160 * mib, 160 * mib]}]))
     assert found.status == "right" and found.figures["kept_bytes"] == {"host": 0}
 
 
 def test_what_doctor_finds_is_wrong(tmp_path):
-    found = right.doctor(runner(tmp_path, answers=[{"problems": ["a full disk", "and more"]}]))
+    found = right.doctor(runner(tmp_path, CPUS, [{"problems": ["a full disk", "and more"]}]))
     assert found.status == "wrong" and re.fullmatch(r"a full disk.*\b1 .*", found.line)
-    assert right.doctor(runner(tmp_path, answers=[{"problems": []}])).status == "right"
+    assert right.doctor(runner(tmp_path, CPUS, [{"problems": []}])).status == "right"
 
 
 def test_only_what_an_older_torch_lacks_may_be_refused(tmp_path, monkeypatch):
     """Anything else that does not run is wrong: it must not be taken for something that this machine need not do."""
     monkeypatch.setattr(right, "single", lambda runner: None)
-    modes = {mode.name: mode for mode in modes_here(machine("cpu", 2))}
+    modes = {mode.name: mode for mode in modes_here(CPUS)}
     for name, code in (("zbv", 7), ("1f1b", 2), ("ddp", 2)):
         with pytest.raises(TrialFailed):
-            right._mode(modes[name], runner(tmp_path, error=TrialFailed("needs torch 2.14", code)))
-    found = right._mode(modes["zbv"], runner(tmp_path, error=TrialFailed("needs torch 2.14", 2)))
+            right._mode(modes[name], runner(tmp_path, CPUS, error=TrialFailed("needs torch 2.14", code)))
+    found = right._mode(modes["zbv"], runner(tmp_path, CPUS, error=TrialFailed("needs torch 2.14", 2)))
     assert found == Outcome("not here", "needs torch 2.14")
 
 
 @pytest.mark.parametrize(("way", "status"), [("replayed", "right"), ("launched", "wrong")])
 def test_steps_that_were_not_replayed_prove_nothing(tmp_path, monkeypatch, way, status):
     monkeypatch.setattr(right, "traces", lambda path: run())
-    assert right.replayed(runner(tmp_path, "cuda", 1, result={"graphs": way})).status == status
+    assert right.replayed(runner(tmp_path, CARD, result={"graphs": way})).status == status
 
 
 # --- patterns by which a lost, doubled or shifted element shows -------------------------------------------------------

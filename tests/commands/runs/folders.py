@@ -1,7 +1,5 @@
 """Run folders as training leaves them, made by hand in no time."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """A real SLURM of two nodes on this host, without munge: slurmctld and two slurmd, for as long as tests need it."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re
@@ -96,12 +94,10 @@ class Cluster:
         """As where the power fails: its slurmd, the steps on it, and what they started."""
         self._daemons[node].kill()
         self._daemons[node].wait()
+        its = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                variables = (process / "environ").read_bytes().split(b"\0")
-                if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()} <= {
-                    *variables
-                }:
+                if its <= {*(process / "environ").read_bytes().split(b"\0")}:
                     parent = re.search(r"PPid:\s*(\d+)", (process / "status").read_text())
                     if parent and Path("/proc", parent[1], "comm").read_text().startswith("slurmstepd"):
                         os.kill(int(parent[1]), signal.SIGKILL)

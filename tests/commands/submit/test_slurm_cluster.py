@@ -1,7 +1,5 @@
 """What `submit slurm | sbatch` submits, on a real SLURM: two nodes train, and what ends a job loses nothing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -14,10 +12,8 @@ from tests.command_line import digest, environment, ok, result
 from tests.commands.submit import slurm_cluster
 from tests.commands.submit.slurm_cluster import Cluster
 
-pytestmark = [
-    pytest.mark.full("minutes: SLURM's clock is coarse"),
-    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
-]
+MISSING = slurm_cluster.missing()
+pytestmark = [pytest.mark.full("minutes: SLURM's clock is coarse"), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 # A model that is slow until its job is requeued.
 SLOW = """
 import os, time

@@ -1,7 +1,8 @@
-"""The words of `submit`: checked as training checks them, for other machines; what is missing is asked for."""
+"""`submit slurm`: its words, checked as training checks them for other machines; and its batch script, run by bash with
+stand-ins for SLURM's programs."""
 
-from __future__ import annotations
-
+import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +11,15 @@ import pytest
 import yaml
 
 from tests.command_line import environment
-from tests.commands.submit.test_slurm import HOPELESS
-from trainer import __main__ as cli
-from trainer import load_recipe
+from tests.pages import GUIDE
+from trainer import errors, load_recipe
 from trainer.commands.submit import command, seconds
-from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVING
 
 SLURM = ["slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"]
-
-
-def refused(*words: str) -> str:
-    with pytest.raises(RecipeError) as error:
-        command(words)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+_FINAL = (errors.RecipeError, errors.SetupError, errors.CheckpointError, errors.NotFiniteError)
+_FINAL += (errors.DeviceMemoryError, errors.FolderInUseError, errors.DiskFullError)
+HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try cannot mend
 
 
 @pytest.mark.parametrize(
@@ -60,29 +54,27 @@ def refused(*words: str) -> str:
 )
 def test_what_is_wrong_is_one_line(words: list[str], said: str) -> None:
     last = {word.partition("=")[0]: word for word in words}  # each key once
-    assert said in refused(*last.values())
+    with pytest.raises(errors.RecipeError) as error:
+        command([*last.values()])
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_gpu_and_no_torch_are_needed() -> None:
-    code = (
-        f"import sys; from trainer.commands.submit import command; print(command({[*SLURM, 'recipe=resnet50'][:1]!r} + "
-    )
-    code += "['recipe=resnet50', 'nproc=8', 'nodes=2', 'time=1:00:00', 'cpus=8'])); assert 'torch' not in sys.modules"
+    words = ["slurm", "recipe=resnet50", "nproc=8", "nodes=2", "time=1:00:00", "cpus=8"]
+    code = f"import sys; from trainer.commands.submit import command; print(command({words}))"
+    code += "; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--gpus-per-node=8" in done.stdout
 
 
-@pytest.mark.parametrize(("text", "value"), [("1:00:00", 3600), ("2-12:00:00", 216000), ("00:00:30", 30)])
-def test_time(text: str, value: int) -> None:
-    assert seconds(text) == value
+def test_time() -> None:
+    assert [seconds(text) for text in ("1:00:00", "2-12:00:00", "00:00:30")] == [3600, 216000, 30]
 
 
 def test_the_guides_manifest_knows_the_exit_codes_and_the_time_to_save() -> None:
-    page = (Path(cli.__file__).parent / "guide" / "nodes.md").read_text()
-    service, job = yaml.safe_load_all(
-        page.partition("type `kubectl apply -f job.yaml`:\n\n```text\n")[2].partition("```")[0]
-    )
+    page = (GUIDE / "nodes.md").read_text().partition("type `kubectl apply -f job.yaml`:\n\n```text\n")[2]
+    service, job = yaml.safe_load_all(page.partition("```")[0])
     spec = job["spec"]
     assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [*HOPELESS]
     pod = spec["template"]["spec"]
@@ -90,3 +82,57 @@ def test_the_guides_manifest_knows_the_exit_codes_and_the_time_to_save() -> None
     assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"] == pod["subdomain"]
     start, words = pod["containers"][0]["command"][:4], pod["containers"][0]["command"][4:]
     assert start[:3] == ["python", "-m", "trainer"] and load_recipe("resnet50", *words[1:-2])
+
+
+# --- the batch script -------------------------------------------------------------------------------------------------
+
+STANDS_IN = {"srun": 'printf "%s\\0" "$@" >srun.words; exit ${CODE:-0}', "scontrol": 'echo "$@" >>requeued'}
+
+
+def script(*words: str) -> str:
+    return command([*SLURM, *words])
+
+
+def run(text: str, folder: Path, **variables: str) -> tuple[int, list[str], bool]:
+    """The exit code, what srun was given, and whether the job was queued again."""
+    for name, body in STANDS_IN.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    names = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
+    done = subprocess.run(["bash"], input=text, cwd=folder, env=names, text=True, capture_output=True)
+    assert done.stderr == ""
+    given = (folder / "srun.words").read_bytes().decode().split("\0")[:-1]
+    again = (folder / "requeued").exists()
+    (folder / "requeued").unlink(missing_ok=True)
+    return done.returncode, given, again
+
+
+def test_only_what_another_try_can_mend_is_queued_again(tmp_path: Path) -> None:
+    text = script("requeues=3")
+    codes = (0, 1, 130, *HOPELESS, 7, 143)
+    assert [code for code in codes if run(text, tmp_path, CODE=str(code))[2]] == [7, 143]
+    assert run(text, tmp_path, CODE="5")[0] == 5
+    tries = [run(text, tmp_path, CODE="143", SLURM_RESTART_COUNT=str(count)) for count in (1, 2, 3)]
+    assert [again for _, _, again in tries] == [True, True, False]
+    assert tries[2][0] == 143
+    assert "queued again" in (tmp_path / "runs" / "digits" / "slurm-7.log").read_text()
+
+
+@pytest.mark.parametrize("value", ["/a b/'c\"$HOME`id`\\", "/x;rm -rf #", "/\N{SNOWMAN}*?!\n#SBATCH --nodes=99"])
+def test_odd_paths_arrive_as_typed(value: str, tmp_path: Path) -> None:
+    text = script(f"data.root={value}", f"output=runs{value}")
+    _, given, _ = run(text, tmp_path)
+    assert f"data.root={value}" in given and f"output=runs{value}" in given
+    assert Path(f"{tmp_path}/runs{value}/slurm-7.log").exists()
+    read_by_sbatch = itertools.takewhile(lambda line: line.startswith("#"), text.split("\n"))
+    assert not any(line.startswith("#SBATCH --nodes=99") for line in read_by_sbatch)
+
+
+def test_what_slurm_is_asked_for() -> None:
+    lines = script("nodes=3", "memory=64GiB", "partition=gpu", "account=me", "grace=100").splitlines()
+    for option in (
+        "nodes=3", "ntasks-per-node=1", "gpus-per-node=2", "cpus-per-task=8", "mem=64G", "time=01:00:00",
+        "partition=gpu", "account=me", "requeue", "open-mode=append", "signal=USR1@130",
+    ):  # fmt: skip
+        assert f"#SBATCH --{option}" in lines
+    assert not any("gpus" in line for line in script("devices=[cpu]").splitlines())

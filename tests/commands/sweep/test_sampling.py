@@ -1,7 +1,5 @@
 """Ranges: what Optuna samples, and how a stopped sweep goes on. With a stand-in for the runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,10 +30,8 @@ def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
     assert sum(rate < 0.03 for rate in found[:RANDOM]) >= 2, "on a linear scale 3 % are that small"
     late = found[RANDOM:]
     assert sum(0.03 < rate < 0.3 for rate in late) > len(late) / 2, "the best is 0.1"
-    out = capsys.readouterr().out
-    assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(
-        f"={report['trials'][0]['values']['optimizer.lr']}"
-    )
+    out, best = capsys.readouterr().out, report["trials"][0]["values"]["optimizer.lr"]
+    assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(f"={best}")
 
 
 def test_whole_numbers_and_lists_beside_a_range(machine):

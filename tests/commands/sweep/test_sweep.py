@@ -1,7 +1,5 @@
 """`sweep` over lists: runs, tables, going on. Most with a stand-in for the runs' processes, some as it is typed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex
@@ -17,6 +15,7 @@ from trainer.commands.sweep.results import TrialFigures
 from trainer.errors import FolderInUseError
 from trainer.launch import launching
 from trainer.recipe import load
+from trainer.tasks.classification import Classification
 
 RATES = "optimizer.lr=[0.01,0.1,1]"
 
@@ -34,10 +33,8 @@ def test_every_combination_runs_once_as_many_at_a_time_as_there_are_cores(machin
     assert last == "python -m trainer recipe=digits epochs=3 mode=single optimizer.lr=0.1 batch_size=32"
     assert shlex.split(last) == report["best"]
     assert Path("runs/sweep-digits/sweep.png").stat().st_size > 5000
-    assert machine.ran == [
-        f"{n:03d}-optimizer.lr={rate}-batch_size={size}"
-        for n, (rate, size) in enumerate([(rate, size) for rate in ("0.01", "0.1", "1") for size in (32, 64)], 1)
-    ]
+    pairs = [f"optimizer.lr={rate}-batch_size={size}" for rate in ("0.01", "0.1", "1") for size in (32, 64)]
+    assert machine.ran == [f"{number:03d}-{pair}" for number, pair in enumerate(pairs, 1)]
     words, most = machine.words[0], machine.most
     assert (words["mode"], words["threads"], words["devices"], most) == ("single", "1", "[cpu]", 2)
     assert [row["trial"] for row in report["trials"]][:2] == [3, 4] and report["status"] == "completed"
@@ -84,9 +81,6 @@ def noise(words):
 
 def test_a_metric_of_which_less_is_better(machine, monkeypatch):
     machine.score = lambda words: {"0.01": 0.5, "0.1": 0.1, "1": 0.3}[words["optimizer.lr"]] + noise(words) / 100
-
-    from trainer.tasks.classification import Classification
-
     monkeypatch.setattr(Classification, "larger_is_better", False)
     report = swept(RATES, "repeats=3", "seed=5")
     assert [row["trial"] for row in report["trials"]] == [2, 3, 1]
@@ -122,13 +116,10 @@ def test_what_changes_a_result_is_another_sweep_and_it_says_what_goes_on_there(m
         swept("optimizer.lr=[0.1,0.2]", "output=out")
 
 
-TINY = ["model.name=mlp", "epochs=1", "max_steps=4", *BARE]
-
-
 def test_as_it_is_typed(tmp_path):
     """Trials are ordinary runs, a loss that is not finite is a row, and the winning command runs."""
-    words = ["recipe=digits", "optimizer.lr=[0.1,1e30]", *TINY, "optimizer.nesterov=false"]
-    done = ok("sweep", *words, cwd=tmp_path)
+    words = ["optimizer.lr=[0.1,1e30]", "optimizer.nesterov=false", "model.name=mlp", "epochs=1", "max_steps=4"]
+    done = ok("sweep", "recipe=digits", *words, *BARE, cwd=tmp_path)
     folder = tmp_path / "runs/sweep-digits"
     report = json.loads((folder / "sweep.json").read_text())
     good, bad = report["trials"]

@@ -1,7 +1,5 @@
 """A stand-in for the processes of trials, in an empty folder: each leaves at once what a run of its words would."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -18,7 +16,7 @@ class Machine:
     def __init__(self):
         self.ran = []  # folders, as "ddp/1" or "001-optimizer.lr=0.1", in the order in which they were started
         self.words, self.environments = [], []  # of each
-        self.at_once = self.most = self.ended = 0
+        self.at_once = self.most = 0
         self.faults = {}  # a part of a folder's name -> what happens there once instead: an exit code, or an exception
         self.losses = {}  # mode -> factor
         self.rounding, self.device = 1.0, "cpu"  # the factor where single's sums are in another order
@@ -71,7 +69,6 @@ class Child:
 
     def _end(self, status, code):
         machine, words, mode = self.machine, self.words, self.words["mode"]
-        machine.ended += 1
         self.path.mkdir(parents=True, exist_ok=True)
         rate = SPEEDS.get(mode, 1000.0) * (1 + machine.noise * (crc32(f"{mode} {self.path.name}".encode()) % 5))
         steps, every = int(words.get("max_steps", 8)), int(words.get("logging.every_steps", 4))

@@ -1,7 +1,5 @@
 """The engine: what is done is kept, whatever stops it, and the same words go on; each command on it is a case."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -16,7 +14,7 @@ import pytest
 
 from tests import warm
 from tests.command_line import BARE, environment, result, trainer
-from tests.commands.compare.listing import SMALL
+from tests.commands.compare.test_entries import SMALL
 from trainer.__main__ import answer
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import TrialEngine, TrialFailed, TrialRun, claim, failure_line
@@ -44,9 +42,7 @@ def test_what_is_stopped_goes_on_where_it_was(command, error, code, machine, cap
     assert left.count("preempted") == 1, "the run under way was told to save and leave"
     before, machine.ran = machine.ran, []
     assert answer([*words, *again]) == 0
-    assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, (
-        "each once, but the stopped one"
-    )
+    assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, "each once, but the stopped"
     report = json.loads((tmp_path / "out" / file).read_text())
     machine.ran.clear()
     assert answer([*words, *again]) == 0 and not machine.ran
@@ -136,9 +132,8 @@ def test_trials_run_at_all_places_in_their_order_and_the_next_depends_on_the_las
         assert heard, "a place was free only after one had ended"
         yield trial("c", environment={"X": "1"})
 
-    TrialEngine(tmp_path, [["devices=[one]"], ["devices=[two]"]]).run(
-        trials(), lambda one, outcome: heard.append(one.name)
-    )
+    both = TrialEngine(tmp_path, [["devices=[one]"], ["devices=[two]"]])
+    both.run(trials(), lambda one, outcome: heard.append(one.name))
     assert heard == ["runs/a/1", "runs/b/1", "runs/c/1"] and machine.most == 2
     assert [words["devices"] for words in machine.words] == ["[one]", "[two]", "[one]"]
     assert machine.environments[2]["X"] == "1"

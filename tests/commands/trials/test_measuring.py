@@ -1,7 +1,5 @@
 """Processes that measure at once: what they answer, and whose fault is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,18 +1,16 @@
 """Other programs beside a comparison."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
 
 import pytest
 
+from trainer.commands.trials.report import Others, busy_line
+
 
 def test_other_programs_are_noticed():
     """A child that is still running is another program: only ended ones are known to be ours."""
-    from trainer.commands.trials.report import Others, busy_line
-
     others = Others()
     if others.cores() is None:
         pytest.skip("the kernel does not tell, or this process may use only a part of the cores")

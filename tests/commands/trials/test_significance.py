@@ -1,7 +1,5 @@
 """Statements about speed: right as numbers, and wrong as seldom as they say, in simulated comparisons."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

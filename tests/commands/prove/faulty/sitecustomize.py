@@ -3,8 +3,6 @@
 Each fault is put in where the machine, or torch, would have it: behind the functions that training and measuring call.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import os

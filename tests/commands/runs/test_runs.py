@@ -1,5 +1,6 @@
-"""The table of runs: what is there, how it stands, in a width that fits; whatever else lies there is one line."""
+"""The table of runs, whatever lies there; and runs are removed once the user agrees, all or none."""
 
+import io
 import json
 import os
 import re
@@ -8,10 +9,10 @@ import sys
 
 import pytest
 
-from tests.command_line import PROJECT, QUIET, ok, trainer
+from tests.command_line import QUIET, environment, ok, trainer
 from tests.commands.runs.folders import make
 from trainer.commands import runs
-from trainer.errors import RecipeError
+from trainer.errors import FolderInUseError, RecipeError
 from trainer.saving import locks
 
 
@@ -160,12 +161,9 @@ def test_a_run_may_have_the_name_of_a_word(home):
 def test_torch_is_not_loaded(home, tmp_path):
     make(home / "a")
     make(home / "b", "epochs=3")
-    script = "import sys; from trainer.commands import runs; runs.command(['show', 'a'])"
-    script += "; print('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    script = "import sys; from trainer.commands import runs; runs.command(['show', 'a']); print('torch' in sys.modules)"
     words = [sys.executable, "-c", script]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"
+    assert subprocess.check_output(words, cwd=tmp_path, env=environment(), text=True, timeout=60) == "False\n"
 
 
 def test_the_command_line_on_a_real_run(tmp_path):
@@ -177,3 +175,102 @@ def test_the_command_line_on_a_real_run(tmp_path):
     bad = trainer("runs", "show", "reel", cwd=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert re.fullmatch(r"trainer: error: 'reel' .*\breal\?\n", bad.stderr)
+
+
+# --- runs delete ------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """Somebody who answers."""
+
+    def isatty(self):
+        return True
+
+
+def test_names_paths_and_several(home, tmp_path):
+    for name in ("a", "b", "deep/c", "keep"):
+        make(home / name)
+    text = runs.command(["delete", "a", "runs/b/", str(home / "deep" / "c"), "a", "yes=true"])
+    deleted = [line.split(" (")[0] for line in text.splitlines()]
+    assert deleted == ["deleted runs/a", "deleted runs/b", f"deleted {home}/deep/c"]
+    assert sorted(os.listdir(home)) == ["deep", "keep"] and os.listdir(home / "deep") == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "gone"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False), ("", False)]
+)
+def test_it_asks(home, monkeypatch, capsys, answer, gone):
+    make(home / "a")
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    text = runs.command(["delete", "a"])
+    assert (home / "a").exists() != gone and text.startswith("deleted runs/a" if gone else "nothing was deleted")
+    out = capsys.readouterr().out
+    assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
+
+
+def test_nobody_to_ask(home, monkeypatch):
+    make(home / "a")
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(RecipeError, match="yes=true"):
+        runs.command(["delete", "a"])
+    assert runs.command(["delete", "a", "yes=false"]) == "nothing was deleted\n"
+    with pytest.raises(RecipeError, match=r"yes=ja .*true"):
+        runs.command(["delete", "a", "yes=ja"])
+    assert (home / "a" / "last.safetensors").exists()
+
+
+def test_a_running_one_is_refused_and_nothing_is_deleted(home):
+    make(home / "a")
+    make(home / "b")
+    held = locks.hold(home / "b", "run")
+    with pytest.raises(FolderInUseError, match="runs/b is running"):
+        runs.command(["delete", "a", "b", "yes=true"])
+    os.close(held)
+    assert (home / "a").exists() and (home / "b" / "result.json").exists()
+
+
+def test_all_that_runs_write_is_removed_and_what_no_run_wrote_stays(home):
+    """Also where the run folder was one's own before: of what people give such names too, only the run's are taken."""
+    make(home / "a")
+    (home / "a" / "photos").mkdir()
+    (home / "a" / "photos" / "best.safetensors").write_text("mine too")
+    written = ["journal.jsonl", "skipped.csv", "worst.csv", ".worst.csv.0123", "slurm-7.log", "stacks-rank0.txt"]
+    for name in ("notes.md", "resnet.safetensors", "model.safetensors", "contact_sheet.png", "split.csv", *written):
+        (home / "a" / name).write_text("x")
+    (home / "a" / ".export-abc").mkdir()  # of an export that was killed
+    text = runs.command(["delete", "a", "yes=true"])
+    assert re.fullmatch(r"deleted .*runs/a.*: notes\.md, photos, resnet\.safetensors\n", text)
+    assert sorted(os.listdir(home / "a")) == ["notes.md", "photos", "resnet.safetensors"]
+    assert os.listdir(home / "a" / "photos") == ["best.safetensors"]
+
+
+def test_links_lead_nowhere(home, tmp_path):
+    make(home / "a")
+    disk = tmp_path / "disk"
+    (home / "a" / "checkpoints").rename(disk)
+    (home / "a" / "checkpoints").symlink_to(disk)
+    (home / "latest").symlink_to("a")
+    with pytest.raises(RecipeError, match=r"runs/latest .*\blink\b.*/runs/a\b"):
+        runs.command(["delete", "latest", "yes=true"])
+    runs.command(["delete", "a", "yes=true"])
+    assert not (home / "a").exists() and os.listdir(disk) == ["step-00000028"]
+
+
+@pytest.mark.parametrize("name", [".", "..", "runs", "photos", "table", "file.txt", "/"])
+def test_what_is_no_run_stays(home, tmp_path, name):
+    (home / "photos").mkdir(parents=True)
+    (home / "photos" / "recipe.yaml").write_text("mode: ddp")
+    (home / "table").mkdir()
+    (home / "table" / "compare.json").write_text("{}")
+    (home / "file.txt").write_text("x")
+    with pytest.raises(RecipeError):
+        runs.command(["delete", name, "yes=true"])
+    assert (home / "photos" / "recipe.yaml").exists() and (home / "table" / "compare.json").exists()
+
+
+def test_the_folder_one_is_in(home, monkeypatch):
+    make(home / "a")
+    monkeypatch.chdir(home / "a")
+    with pytest.raises(RecipeError, match=r"runs/a .*\bcd \.\."):
+        runs.command(["delete", ".", "yes=true"])
+    assert (home / "a" / "result.json").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import QUIET, free_port, losses, ok, result, torchrun, trainer
+from tests.command_line import QUIET, free_port, latest, losses, ok, result, torchrun, trainer
 from tests.modes import test_parity as parity
 from tests.modes.ways import EXACT, ONE_PROCESS
 
@@ -101,8 +101,7 @@ def test_a_student_is_replayed_beside_its_teacher(tmp_path):
 
 
 def test_replayed_steps_of_a_compiled_model_are_its_launched_ones(tmp_path):
-    words = [*SAME, "model.name=resnet8", "compile=true", "deterministic=true"]
-    words = [word for word in words if word != "model.name=cnn_gn"]
+    words = latest(*SAME, "model.name=resnet8", "compile=true", "deterministic=true")
     for way in ("launched", "replayed"):
         done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU, timeout=300)
         assert result(tmp_path / way)["graphs"] == way, done.stdout
@@ -115,8 +114,7 @@ BIG += ["data.image_size=224", "max_steps=2", "epochs=1", "deterministic=true", 
 
 @pytest.mark.parametrize("more", [[], ["graphs=true"], ["compile=true"]], ids=" ".join)
 def test_computing_activations_anew_keeps_less_of_a_card(more, tmp_path):
-    words = [*BIG, "model.name=resnet18", "batch_size=64", "data.samples=640", "max_steps=10", *more]
-    words = [*{word.partition("=")[0]: word for word in words}.values()]
+    words = latest(*BIG, "model.name=resnet18", "batch_size=64", "data.samples=640", "max_steps=10", *more)
     for way in ("true", "false"):
         ok(*words, f"recompute={way}", f"output={tmp_path / way}", env=FULL_FP32, timeout=300)
     if "compile=true" in more:  # each block by itself: other kernels

@@ -130,8 +130,7 @@ def _knows(source: object, words: Sequence[str]) -> bool:
     """Whether a script takes these options; their values are its own matter."""
     text = (PROJECT / str(source)).read_text()
     options = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
-    loops = " ".join(re.findall(r"for name, \w+ in \((.*?)\):\n", text, re.S))
-    loose = re.findall(r'"(\w+)"', loops)
+    loose = re.findall(r'^    "(\w+)": \(', text, re.M)  # rows of a table of options
     return all(f'"{option}"' in text or option[2:] in loose for option in options)
 
 

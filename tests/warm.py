@@ -55,6 +55,12 @@ def what_is_asked_for() -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
+def nothing() -> None:
+    """From now on this process starts all as Python does."""
+    subprocess.Popen._execute_child = _execute
+    util.spawnv_passfds = _spawn
+
+
 def without_nursery(pids: Iterable[str]) -> list[str]:
     """Processes that live, but for nurseries, which a command of subprocess's own has none of."""
     found = []

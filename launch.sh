@@ -11,14 +11,14 @@ usage() {
     cat <<'TEXT'
 usage: ./launch.sh recipe=NAME [key=value ...]    Train (on every GPU; without one, in two processes)
        ./launch.sh evaluate checkpoint=RUN        Evaluate a trained run again
-       ./launch.sh runs                           List the runs below the folder runs
+       ./launch.sh runs                           List the runs below the folder runs; also show RUN, delete RUN
        ./launch.sh export RUN format=onnx         Export a trained model to a file for other programs
        ./launch.sh cache                          List the caches of decoded photos
        ./launch.sh submit slurm recipe=NAME       Print the batch script that SLURM needs
        ./launch.sh doctor                         Show what this machine offers for training and what is wrong with it
        ./launch.sh prove                          Check that this machine trains correctly and measure how fast
-       ./launch.sh recipes                        List the recipes that come with the package
-       ./launch.sh guide                          Answer questions
+       ./launch.sh recipes                        List the recipes that come with the package; also recipes NAME
+       ./launch.sh guide                          Answer questions: which mode, out of memory, your photos, ...
        ./launch.sh tensorboard [args]             Look at the runs in ./runs on this machine
        ./launch.sh COMMAND --help                 Explain these, and compare, sweep, plan, predict, completion, version
        ./launch.sh test [--slow] [pytest args]    Test the installation; --slow takes longer, --all hours

@@ -47,7 +47,7 @@ def test_the_losses_of_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_resnet50_with_everything_on(precision, tmp_path):
-    """Its blocks are held against themselves, computed anew, by kernels that add up in any order."""
+    """Its steps add up in any order; the passes by which its blocks are held against themselves must not."""
     words = [
         "recipe=resnet50",
         "mode=single",
@@ -151,6 +151,8 @@ def test_as_few_blocks_are_computed_anew_as_make_a_step_fit_a_card(too_many, tmp
     assert of == "of" and 0 < int(count) < int(all_of_them)
     peak = result(tmp_path / "auto")["peak_memory_bytes"]["cuda:0"]
     assert 0.6 < peak / torch.cuda.get_device_properties(0).total_memory < 1
+    short = trainer(*words, "recompute=false", f"output={tmp_path / 'kept'}", env=GPU, timeout=300)
+    assert short.returncode == 6 and "recompute" in short.stderr
 
 
 @pytest.mark.parametrize("more", [[], ["graphs=true"]], ids=" ".join)
@@ -241,10 +243,18 @@ def assert_same(run, single):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("single") / "run"
-    ok(*TRAINED, "mode=single", f"output={folder}", env=FULL_FP32)
-    return folder
+def trained():
+    return []
+
+
+@pytest.fixture
+def single(trained, tmp_path_factory):
+    """Of the first test that asks, which may use the card by then."""
+    if not trained:
+        folder = tmp_path_factory.mktemp("single") / "run"
+        ok(*TRAINED, "mode=single", f"output={folder}", env=FULL_FP32)
+        trained.append(folder)
+    return trained[0]
 
 
 @pytest.mark.parametrize("name", OVER_NCCL)

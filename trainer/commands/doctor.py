@@ -177,10 +177,11 @@ def talking(report: Findings, count: int) -> None:
     """Sums over two real processes on the CPU, and over the cards, where there are several."""
     import torch.distributed as dist
 
-    report.row(PROCESSES, "gloo, 2 processes", report.trying("gloo", sums, "gloo", ["cpu"] * 2) or "FAILS, see below")
+    talk = report.trying("gloo", sums, "gloo", ["cpu"] * 2)
+    report.row(PROCESSES, "gloo, 2 processes", talk or "FAILS, see below")
     if count > 1 and not dist.is_nccl_available():
         report.problem(cards.NO_NCCL)
-    elif count > 1:
+    elif count > 1 and talk:  # cards meet over it
         named = [f"cuda:{number}" for number in range(count)]
         report.row(PROCESSES, f"NCCL, {count} cards", report.trying("NCCL", sums, "nccl", named) or "FAILS, see below")
 

@@ -162,19 +162,19 @@ def at_once(
     environment: Mapping[str, str],
     output: IO[str] | None = None,
     seconds: float = math.inf,
-) -> list[int]:
-    """Exit codes of commands that run together; one that fails ends the others. Raises PeerError after `seconds`."""
+) -> list[int | None]:
+    """Exit codes of commands that run together; one that fails ends others: None. Raises PeerError after `seconds`."""
     end, beside = time.monotonic() + seconds, None if output is None else subprocess.STDOUT
     with ExitStack() as stack:
         running = [
             stack.enter_context(started(command, None, environment, subprocess.DEVNULL, output, beside))
             for command in commands
         ]
-        while any(child.poll() is None for child in running) and not any(child.returncode for child in running):
+        while None in (codes := [child.poll() for child in running]) and not any(codes):
             if time.monotonic() > end:
                 raise PeerError(f"it did not end within {seconds:.0f} s")
             time.sleep(0.02)
-    return [child.returncode for child in running]
+    return codes
 
 
 def start_beside(command: Sequence[str], fd: int, blocked: Iterable[int]) -> subprocess.Popen[bytes]:

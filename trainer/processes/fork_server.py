@@ -67,18 +67,21 @@ def start(process: Any) -> None:
         ConnectionError, EOFError: it was killed again.
     """
     states = list[Any]()  # of torch's generators, as tensors in shared memory: until the process has them
+    pickler: Any = ForkingPickler
 
     def reduced(generator: Any) -> Any:
         states.append(generator.__reduce__())
         return states[-1]
 
     if torch := sys.modules.get("torch"):
-        ForkingPickler.register(torch.Generator, reduced)
+        pickler.register(torch.Generator, reduced)
     try:
         process.start()
     except (ConnectionError, EOFError):
         time.sleep(ENDING)
         process.start()
+    finally:
+        pickler._extra_reducers.pop(getattr(torch, "Generator", None), None)
 
 
 def _choose_folder() -> None:

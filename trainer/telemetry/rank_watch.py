@@ -1,5 +1,5 @@
-"""What is looked for while a run trains: a rank that is slower than the others, and parts of a batch that take all of
-them as long, by what each took for its own. No torch, no clock.
+"""What is looked for while a run trains: a rank that is slower than the others, and by which parts of a batch all would
+take as long, from what each took for its own. No torch, no clock.
 
 A healthy run must never be accused: each rule asks for much more than chance does. A rank's seconds are taken to grow
 with its images. What they have besides, as a step's launches have, is found by measuring again under the new shares:

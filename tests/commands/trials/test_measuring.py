@@ -1,11 +1,20 @@
 """Processes that measure at once: what they answer, and whose fault is told."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from trainer.commands.trials.measuring import answers
 from trainer.errors import PeerError
+
+
+def late(here):
+    """The first rank waits for nobody, and works for long."""
+    if here.rank == 1:
+        raise ValueError("rank 1 is odd")
+    time.sleep(100)
 
 
 def summed(here, odd=None):
@@ -23,3 +32,5 @@ def test_each_answers_and_meets_the_others_and_one_that_fails_is_told(tmp_path):
     for odd in (0, 1):
         with pytest.raises(PeerError, match=f"rank {odd} is odd"):
             answers(summed, ["cpu"] * 2, 1, tmp_path / "sums", odd=odd)
+    with pytest.raises(PeerError, match="rank 1 is odd"):
+        answers(late, ["cpu"] * 2, 1, tmp_path / "late", timeout=50)

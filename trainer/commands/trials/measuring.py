@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import pickle
@@ -76,7 +77,7 @@ def answers(
     with writing(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / "task").write_bytes(pickle.dumps((function, devices, threads, task)))
+        (folder / "task").write_bytes(pickle.dumps((function, devices, threads, timeout, task)))
         log = log_of(folder).open("w", encoding="utf-8")
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
@@ -84,8 +85,8 @@ def answers(
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         commands = [[*command, str(rank)] for rank in range(len(devices))]
         codes = family.at_once(commands, environment, log, timeout)
-    if any(codes):
-        raise PeerError(failure_line(log_of(folder), max(codes) or min(codes)))  # those that go on are killed
+    if failed := next(filter(None, codes), None):
+        raise PeerError(failure_line(log_of(folder), failed))
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(devices))]
 
 
@@ -93,7 +94,7 @@ def main(folder: Path, rank: int) -> None:
     family.die_with_parent()
     code = 0
     try:
-        function, devices, threads, task = pickle.loads((folder / "task").read_bytes())
+        function, devices, threads, timeout, task = pickle.loads((folder / "task").read_bytes())
         here = Measurer(folder, devices, rank, torch.device(devices[rank]))
         cuda = here.device.type == "cuda"
         if cuda:
@@ -103,8 +104,9 @@ def main(folder: Path, rank: int) -> None:
         set_precision("fp32")
         if here.count > 1:
             backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{folder.absolute()}/store"
+            patience = None if math.isinf(timeout) else datetime.timedelta(seconds=timeout / 2)
             with lost_peers():
-                dist.init_process_group(backend, store, rank=rank, world_size=here.count)
+                dist.init_process_group(backend, store, patience, rank=rank, world_size=here.count)
         (folder / str(rank)).write_bytes(pickle.dumps(function(here, **task)))
     except Exception as error:
         line, code = in_one_line(error)

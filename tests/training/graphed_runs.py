@@ -282,7 +282,9 @@ def differences(a: Left, b: Left) -> list[str]:
 def launched(words: str) -> Left:
     """The run whose steps are launched, once for all that compare with it."""
     with tempfile.TemporaryDirectory() as folder:
-        return train(f"{words} graphs=false", Path(folder))
+        left = train(f"{words} graphs=false", Path(folder))
+        assert left.recorders == []
+        return left
 
 
 def replayed(words: str, patches: Any = (), graphs: str = "true", **more: Any) -> Left:

@@ -242,11 +242,11 @@ def test_folders_that_are_taken(reference):
 
 
 @contextmanager
-def started(*words, **changes):
+def started(*words, stderr=subprocess.STDOUT, **changes):
     """A run that goes on, as a process; it does not outlive the block."""
     command = [sys.executable, "-m", "trainer", *words, *QUIET]
     pipe = subprocess.PIPE
-    process = warm.Popen(command, env=environment(**changes), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    process = warm.Popen(command, env=environment(**changes), stdout=pipe, stderr=stderr, text=True)
     try:
         yield process
     finally:
@@ -275,10 +275,10 @@ def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
 )
 def test_a_signal_saves_and_leaves(number, code, mode, tmp_path):
     folder = tmp_path / "run"
-    with started("recipe=digits", "epochs=2000", *mode, f"output={folder}") as process:
+    with started("recipe=digits", "epochs=2000", *mode, f"output={folder}", stderr=subprocess.PIPE) as process:
         wait_for(lambda: (folder / "steps.csv").exists() and len(steps(folder)) > 30, process)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=20)
     assert process.returncode == code, said
     assert f"output={folder} resume=auto" in said and "Traceback" not in said
     found = result(folder)

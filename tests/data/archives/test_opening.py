@@ -171,11 +171,13 @@ def test_classes_that_are_names(tmp_path):
 
 def test_samples_without_a_class(tmp_path):
     members = [*with_classes([0, 1] * 4), ("cat/x.jpg", jpeg()), ("y.jpg", jpeg()), ("y.cls", b"-1")]
+    members += [("notes.txt", b"x")]
     path = tarred(tmp_path / "a.tar", members)
     with pytest.raises(SetupError, match=r"\b2 .*a\.tar/cat/x\.jpg.*data\.on_error=skip"):
         opened(path)
     found = opened(path, "data.on_error=skip")
     assert len(found.train) + len(found.val) == 8 and re.search(r"\b2\b", found.notes["left out"])
+    assert found.notes["ignored"] == "1 other file (.txt)"
 
 
 def test_nothing_tells_the_classes_or_one_alone(tmp_path):

@@ -101,23 +101,18 @@ def test_any_number_of_readers_see_the_same_images(loading, kind):
 
 
 SCRIPT = """
-import torch, trainer
+import torch
+from trainer.processes import fork_server
 
-class Drawn(torch.utils.data.Dataset):
-    classes = ["a", "b"]
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return torch.rand(1, 8, 8, generator=self.generator), index % 2
+def draw(generator, answer):
+    answer.send(torch.rand((), generator=generator).item())
 
 if __name__ == "__main__":
-    words = "mode=single model.name=mlp batch_size=8 epochs=1 data.workers=2 augment.crop=none logging.verdict=false"
-    trainer.train("digits", *words.split(), data=(Drawn(), Drawn()))
+    context, generator = fork_server.context(), torch.Generator().manual_seed(3)
+    ours, theirs = context.Pipe()
+    fork_server.start(context.Process(target=draw, args=(generator, theirs)))
+    theirs.close()
+    assert ours.recv() == torch.rand((), generator=generator).item()
 """
 
 

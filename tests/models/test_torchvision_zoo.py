@@ -55,7 +55,20 @@ def test_what_is_there_needs_no_lock(hub):
 # The second program is torchvision: what it makes of the same file.
 
 FAST = ("googlenet", "mobilenet_v3", "squeezenet")
-LARGE = ("vgg", "vgg_bn", "swin_v2", "maxvit", "vit", "wide_resnet", "efficientnet_v2")
+LARGE = (
+    "vgg",
+    "vgg_bn",
+    "swin",
+    "swin_v2",
+    "maxvit",
+    "vit",
+    "convnext",
+    "densenet",
+    "resnext",
+    "wide_resnet",
+    "regnet_x",
+)
+LARGE += ("efficientnet_v2",)
 OLD_NAMES = (("denselayer", r"\.(norm|relu|conv)([12])\.", r".\1.\2."), ("mlp", r"mlp\.0\.", "mlp.linear_1."))
 OLD_NAMES += (("mlp", r"mlp\.3\.", "mlp.linear_2."),)
 AS_PUBLISHED = ("densenet", "vit", "resnet")  # their files have older names, and no counters of BatchNorm

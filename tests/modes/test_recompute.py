@@ -59,6 +59,7 @@ WAYS = {
     "hogwild": ["mode=hogwild", "nproc=1"],  # alone: more are not repeatable
 }
 FAST = ("single", "split", "bf16")
+SOMETIMES = {"fsdp, kept whole": pytest.mark.full("as fsdp")}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,8 @@ def everything(folder):
 
 
 @pytest.mark.parametrize(
-    "way", [*FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FAST)]
+    "way",
+    [*FAST, *(pytest.param(way, marks=SOMETIMES.get(way, pytest.mark.slow)) for way in WAYS if way not in FAST)],
 )
 def test_every_mode_has_the_bits_of_the_run_that_keeps_activations(way, trained):
     kept, anew = trained(way, "false"), trained(way, "true")
@@ -323,7 +325,7 @@ def same(one, two):
     return [name for name, tensor in one.items() if not torch.equal(tensor, two[name])]
 
 
-@pytest.mark.slow
+@pytest.mark.full("real kernels; runs of compiled blocks are slow tests")
 def test_compiled_blocks_draw_the_same_twice_and_keep_less():
     """In a process of its own, in which torch's compiler finds all that it imports as it is in a user's."""
     program = f"from {__name__} import *\nwith pytest.MonkeyPatch.context() as patch: compare_compiled(patch)"

@@ -41,7 +41,7 @@ def faults(way, verdicts):
     }
 
 
-LONG = ("ddp", "fsdp", "gpipe")  # sync_bn goes through ddp too
+LONG = ("1f1b", "ddp", "fsdp", "gpipe")  # sync_bn goes through ddp too, split and streams through stages
 
 
 @pytest.fixture

@@ -27,16 +27,16 @@ RUNS = [
     f"{PIPE} model.name=cnn model.freeze=1 {TWO}",
 ]
 MORE = [
-    "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
     "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad graphs=true",
     "model.name=noisy precision=bf16 epochs=5 graphs=auto",
     f"{PIPE} model.name=cnn accumulate=2 clip_grad_norm=1 {ONE}",
-    f"{PIPE} model.name=cnn clip_grad_norm=1 ema=0.9 {TWO}",
-    f"{PIPE} model.name=cnn optimizer.name=adamw {THREE}",
-    f"{PIPE} model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
     f"mode=split graphs=true model.name=mlp precision=fp16 {THREE}",
 ]
-DRAWING = [
+VARIANTS = [
+    f"{PIPE} model.name=mlp precision=fp16 clip_grad_norm=1 {TWO}",
+    "model.name=noisy optimizer.name=muon optimizer.weight_decay=0.1 graphs=true",
+    f"{PIPE} model.name=cnn clip_grad_norm=1 ema=0.9 {TWO}",
+    f"{PIPE} model.name=cnn optimizer.name=adamw {THREE}",
     f"{PIPE} model.name=noisy precision=bf16 {ONE}",
     f"{PIPE} model.name=noisy accumulate=2 {TWO}",
     f"mode=pipeline pipeline.split_size=3 graphs=true model.name=noisy {THREE}",
@@ -44,7 +44,7 @@ DRAWING = [
     f"mode=split graphs=true model.name=noisy optimizer.name=adamw accumulate=2 {TWO}",
 ]
 SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in MORE]
-FULL = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in DRAWING]
+FULL = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in VARIANTS]
 
 
 def probe(self, traced, rows):

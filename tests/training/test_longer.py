@@ -88,8 +88,8 @@ def at_once(tmp_path_factory):
     ("schedule", "mode", "short", "killed"),
     [
         (STEP, SINGLE, ["epochs=2"], None),
-        (STEP, SINGLE, ["epochs=4", "max_steps=8"], None),  # which ends an epoch early
-        (CONSTANT, DDP, ["epochs=2"], None),
+        pytest.param(STEP, SINGLE, ["epochs=4", "max_steps=8"], None, marks=pytest.mark.full("it ends an epoch early")),
+        pytest.param(CONSTANT, DDP, ["epochs=2"], None, marks=pytest.mark.full("the next one, not killed")),
         (CONSTANT, DDP, ["epochs=3"], 8),  # within an epoch
     ],
 )

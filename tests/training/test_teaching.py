@@ -130,8 +130,9 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("way", SHARDED)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=FULL if way in ("2", "3") else pytest.mark.slow) for way in SHARDED]
+)
 def test_a_large_teacher_is_sharded_as_its_student_is(way, large, single, tmp_path):
     words = ["distill.weight=0.7", "distill.temperature=3"]
     reference, run = single(f"distill.teacher={large}", *words), tmp_path / "run"

@@ -41,10 +41,13 @@ def dropping(classes, channels, size):
     "words",
     [
         ["model.name=dropping", "pipeline.deferred_batch_norm=false", "pipeline.cuts=[4]", "augment.mixup=0.2"],
-        ["model.name=cnn_gn", "pipeline.schedule=interleaved1f1b", "precision=bf16", "recompute=true"],
+        pytest.param(
+            ["model.name=cnn_gn", "pipeline.schedule=interleaved1f1b", "precision=bf16", "recompute=true"],
+            marks=pytest.mark.full("one of several alike"),
+        ),
         pytest.param(
             ["model.name=vit_tiny", "pipeline.schedule=interleaved1f1b", "precision=bf16", "recompute=true"],
-            marks=pytest.mark.full("cnn_gn in the fast tests"),
+            marks=pytest.mark.full("one of several alike"),
         ),
         pytest.param(
             ["model.name=cnn_gn", "channels_last=false", "model.freeze=2", "data.name=synthetic", "data.channels=3"],

@@ -110,7 +110,7 @@ def rows(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.full("many processes, one after the other")
 def test_the_whole_trip(machine):
     parts = [word for part in ("graphs", "pipeline", "tests", "prove") for word in ("--only", part)]
     trip = start(machine, "--seconds", "120", *parts, "devices=[cpu,cpu]")

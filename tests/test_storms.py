@@ -34,10 +34,8 @@ def test_a_stopped_rank_is_named_in_time(tmp_path):
         assert strike(job, "stop", "steps", random.Random(SEED))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("1f1b", "local_sgd", "hogwild"))]
-)
+@pytest.mark.full("a storm of its own")
+@pytest.mark.parametrize("mode", ["ddp", "1f1b", "local_sgd", "hogwild"])
 def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
     """For longer than `timeout`, as under SLURM's suspend: with the losses of an undisturbed run."""
     storms = Storms(tmp_path, SEED, warm.Popen)

@@ -210,7 +210,7 @@ def reference(unlike):
     ("mode", "each", "epochs", "faults"),
     [
         ("fsdp", "0.001,0.003", 4, {}),
-        ("local_sgd", "0.001,0.003", 4, {}),  # at an epoch's start
+        pytest.param("local_sgd", "0.001,0.003", 4, {}, marks=pytest.mark.full),  # at an epoch's start
         # Both are alike at first; from the 40th pass on the second one is throttled, and gets less in the next epoch.
         ("ddp", "0.001,0.001", 9, {"FAULTY_LATER": "40,0.003"}),
     ],

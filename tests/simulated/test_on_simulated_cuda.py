@@ -186,7 +186,7 @@ def without_memory(machine):
     assert machine.emptied == before + 1
 
 
-@pytest.mark.slow
+@pytest.mark.full("28 runs of ranks")
 def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """ddp, fsdp, pipelines and local SGD over two ranks, on a card each and on one; gloo in NCCL's place."""
     for case, found in ranks.both().items():
@@ -232,7 +232,7 @@ def test_a_card_that_is_full_leaves_its_shards_on_the_host(tmp_path):
 UNLIKE = (Card(), Card("Tesla T4", 15 << 30, (7, 5), peers=False))
 
 
-@pytest.mark.slow
+@pytest.mark.full("starts from nothing")
 def test_unlike_cards_are_told_as_they_are():
     """And where all must have room the smallest counts."""
     with runs.alone(), simulated(UNLIKE) as machine:

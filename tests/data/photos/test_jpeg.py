@@ -120,7 +120,7 @@ def test_a_photo_that_was_cut_says_the_same_whoever_decodes(way, length):
     assert "decode" not in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.full("starts from nothing")
 def test_it_is_not_loaded_before_a_photo_is_decoded():
     program = "import sys, trainer.data.photos.photo_reader, trainer.data.cache.stored as stored\n"
     program += "assert 'torchcodec' not in sys.modules and stored.jpeg_pixels"

@@ -37,6 +37,14 @@ def assert_same_bits(*folders):
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
 
+def both_ways(words, folder):
+    """The folders of two runs: one launches its steps, the other replays them."""
+    for way in ("launched", "replayed"):
+        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={folder / way}", env=GPU, timeout=300)
+        assert result(folder / way)["graphs"] == way, done.stdout
+    return folder / "launched", folder / "replayed"
+
+
 def test_the_losses_of_the_cpu(tmp_path):
     ok(*SAME, f"output={tmp_path / 'cpu'}")
     ok(*SAME, f"output={tmp_path / 'cuda'}", env=GPU)
@@ -85,27 +93,19 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
 def test_replayed_steps_are_the_launched_ones(words, tmp_path):
     given = {word.partition("=")[0] for word in words}
     words = [*(word for word in SAME if word.partition("=")[0] not in given), *words, "deterministic=true"]
-    for way in ("launched", "replayed"):
-        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU)
-        assert result(tmp_path / way)["graphs"] == way, done.stdout
-    assert_same_bits(tmp_path / "launched", tmp_path / "replayed")
+    assert_same_bits(*both_ways(words, tmp_path))
 
 
 def test_a_student_is_replayed_beside_its_teacher(tmp_path):
     ok(*SAME, f"output={tmp_path / 'teacher'}", env=GPU)
     words = [*SAME, f"distill.teacher={tmp_path / 'teacher'}", "augment.mixup=0.4", "deterministic=true"]
-    for way in ("launched", "replayed"):
-        ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU)
-        assert result(tmp_path / way)["graphs"] == way
-    assert_same_bits(tmp_path / "launched", tmp_path / "replayed")
+    assert_same_bits(*both_ways(words, tmp_path))
 
 
 def test_replayed_steps_of_a_compiled_model_are_its_launched_ones(tmp_path):
     words = latest(*SAME, "model.name=resnet8", "compile=true", "deterministic=true")
-    for way in ("launched", "replayed"):
-        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={tmp_path / way}", env=GPU, timeout=300)
-        assert result(tmp_path / way)["graphs"] == way, done.stdout
-    assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "launched"), rel=1e-5)
+    launched, replayed = both_ways(words, tmp_path)
+    assert losses(replayed) == pytest.approx(losses(launched), rel=1e-5)
 
 
 BIG = ["mode=single", "data.name=synthetic", "data.val_samples=32", "model.num_classes=10", "optimizer.lr=0.001"]

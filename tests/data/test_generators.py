@@ -104,21 +104,25 @@ SCRIPT = """
 import torch
 from trainer.processes import fork_server
 
-def draw(generator, answer):
-    answer.send(torch.rand((), generator=generator).item())
+class Counted:  # what is pickled is a tensor that nobody has
+    def __reduce__(self):
+        return sum, (torch.arange(1000),)
+
+def draw(generator, counted, answer):
+    answer.send((torch.rand((), generator=generator).item(), int(counted)))
 
 if __name__ == "__main__":
     context, generator = fork_server.context(), torch.Generator().manual_seed(3)
     ours, theirs = context.Pipe()
-    fork_server.start(context.Process(target=draw, args=(generator, theirs)))
+    fork_server.start(context.Process(target=draw, args=(generator, Counted(), theirs)))
     theirs.close()
-    assert ours.recv() == torch.rand((), generator=generator).item()
+    assert ours.recv() == (torch.rand((), generator=generator).item(), 499500)
 """
 
 
 @pytest.mark.slow
 def test_one_of_torch_reaches_the_workers_of_a_script(tmp_path):
-    """Its state is shared memory, which has to last until they have it."""
+    """Its state is shared memory, as any tensor that pickling makes, which has to last until they have it."""
     (tmp_path / "draws.py").write_text(SCRIPT)
     done = python(tmp_path / "draws.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -66,22 +66,23 @@ def start(process: Any) -> None:
     Raises:
         ConnectionError, EOFError: it was killed again.
     """
-    states = list[Any]()  # of torch's generators, as tensors in shared memory: until the process has them
-    pickler: Any = ForkingPickler
+    import torch
+    from torch.multiprocessing.reductions import reduce_storage
 
-    def reduced(generator: Any) -> Any:
-        states.append(generator.__reduce__())
-        return states[-1]
+    kept = list[torch.UntypedStorage]()  # tensors that pickling makes, as of a generator: until the process has them
 
-    if torch := sys.modules.get("torch"):
-        pickler.register(torch.Generator, reduced)
+    def reduced(storage: torch.UntypedStorage) -> Any:
+        kept.append(storage)
+        return reduce_storage(storage)  # type: ignore[no-untyped-call]
+
+    ForkingPickler.register(torch.UntypedStorage, reduced)
     try:
         process.start()
     except (ConnectionError, EOFError):
         time.sleep(ENDING)
         process.start()
     finally:
-        pickler._extra_reducers.pop(getattr(torch, "Generator", None), None)
+        ForkingPickler.register(torch.UntypedStorage, reduce_storage)
 
 
 def _choose_folder() -> None:

@@ -96,8 +96,7 @@ def main(folder: Path, rank: int) -> None:
     try:
         function, devices, threads, timeout, task = pickle.loads((folder / "task").read_bytes())
         here = Measurer(folder, devices, rank, torch.device(devices[rank]))
-        cuda = here.device.type == "cuda"
-        if cuda:
+        if cuda := here.device.type == "cuda":
             torch.cuda.set_device(here.device)
         if threads:
             torch.set_num_threads(threads)

@@ -67,13 +67,13 @@ def start(process: Any) -> None:
         ConnectionError, EOFError: it was killed again.
     """
     import torch
-    from torch.multiprocessing.reductions import reduce_storage
 
+    usual = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]  # torch's own
     kept = list[torch.UntypedStorage]()  # tensors that pickling makes, as of a generator: until the process has them
 
     def reduced(storage: torch.UntypedStorage) -> Any:
         kept.append(storage)
-        return reduce_storage(storage)  # type: ignore[no-untyped-call]
+        return usual(storage)
 
     ForkingPickler.register(torch.UntypedStorage, reduced)
     try:
@@ -82,7 +82,7 @@ def start(process: Any) -> None:
         time.sleep(ENDING)
         process.start()
     finally:
-        ForkingPickler.register(torch.UntypedStorage, reduce_storage)
+        ForkingPickler.register(torch.UntypedStorage, usual)
 
 
 def _choose_folder() -> None:
